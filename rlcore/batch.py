@@ -1,0 +1,151 @@
+"""What crosses files: frozen dataclasses. Axis letters: S sequences, L padded length, T = tokens of a microbatch.
+
+Two alignments exist, and only `megatron_worker/microbatches.py` converts between them:
+- token-aligned `[S, L]`: entry j describes the token `ids[s, j]` itself (the probability it was drawn with, ...);
+- predictor-aligned `[T]`: entry j describes the token that position j predicts, `ids[s, j + 1]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a task."""
+
+    ids: Sequence[int]
+    """Token ids."""
+    group_id: int
+    """Identity of the prompt: samples that share it form one advantage group, wherever they stand in a batch."""
+    answer: object = None
+    """Whatever the task's reward needs to grade a response."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What a rollout engine produced on one data-parallel rank. Token-aligned, right-padded."""
+
+    ids_sl: torch.Tensor
+    """`[S, L]` int64: prompt, response, padding."""
+    prompt_length_s: torch.Tensor
+    """`[S]` int64: number of prompt tokens."""
+    length_s: torch.Tensor
+    """`[S]` int64: number of prompt + response tokens."""
+    sampler_logprob_sl: torch.Tensor
+    """`[S, L]` float32: processed logprob of each response token under the sampler; 0 elsewhere (masked there)."""
+    finished_s: torch.Tensor
+    """`[S]` bool: the response ended by itself (end-of-text), not by the length limit."""
+    group_id_s: torch.Tensor
+    """`[S]` int64: `Prompt.group_id`."""
+
+    @property
+    def token_mask_sl(self) -> torch.Tensor:
+        """`[S, L]` bool: is this position a response token?"""
+        position_l = torch.arange(self.ids_sl.shape[1], device=self.ids_sl.device)
+        return (position_l >= self.prompt_length_s[:, None]) & (position_l < self.length_s[:, None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """One optimizer step's data on one data-parallel rank. Token-aligned, right-padded; never changed in place."""
+
+    ids_sl: torch.Tensor
+    """`[S, L]` int64."""
+    length_s: torch.Tensor
+    """`[S]` int64: number of real tokens, prompt + response."""
+    token_mask_sl: torch.Tensor
+    """`[S, L]` bool: response tokens."""
+    sample_mask_s: torch.Tensor
+    """`[S]` bool: this sample takes part."""
+    advantage_sl: torch.Tensor
+    """`[S, L]` float32: 0 outside the token mask."""
+    sampler_logprob_sl: torch.Tensor
+    """`[S, L]` float32: the rollout engine's processed logprob."""
+    old_logprob_sl: torch.Tensor | None = None
+    """`[S, L]` float32: recomputed before the update; -inf where `keep_old` is False. None: the pass was skipped."""
+    keep_old_sl: torch.Tensor | None = None
+    """`[S, L]` bool: was the token inside the trainer's support before the update?"""
+    old_log_mass_sl: torch.Tensor | None = None
+    """`[S, L]` float32: log of the surviving mass, for diagnostics."""
+    reference_logprob_sl: torch.Tensor | None = None
+    """`[S, L]` float32: frozen reference policy, never truncated. None: no KL term."""
+
+    def __post_init__(self) -> None:
+        num_sequences, length = self.ids_sl.shape
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            expected = (num_sequences,) if field.name.endswith("_s") else (num_sequences, length)
+            if tuple(value.shape) != expected:
+                raise ValueError(
+                    f"TrainBatch.{field.name} has shape {tuple(value.shape)}; ids_sl says it must be {expected}."
+                )
+        for name in ("token_mask_sl", "sample_mask_s"):
+            if getattr(self, name).dtype != torch.bool:
+                raise ValueError(f"TrainBatch.{name} is {getattr(self, name).dtype}; expected torch.bool.")
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.ids_sl.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredTokens:
+    """Result of a scoring pass, the same on every rank of a model replica. Token-aligned `[S, L]`."""
+
+    logprob_sl: torch.Tensor
+    """float32 under the truncated distribution; -inf where `keep_sl` is False; 0 where nothing was predicted."""
+    unfiltered_logprob_sl: torch.Tensor
+    """float32 under the whole distribution at the same temperature."""
+    keep_sl: torch.Tensor
+    """bool: the token is inside the support. True where nothing was predicted."""
+    log_mass_sl: torch.Tensor
+    """float32, <= 0: log of the surviving mass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What one forward of the model reads. Predictor-aligned, flattened `[T]`, T = sequences x padded length."""
+
+    input_ids_bl: torch.Tensor
+    """`[b, L]` int64: model input."""
+    position_ids_bl: torch.Tensor
+    """`[b, L]` int64."""
+    target_t: torch.Tensor
+    """`[T]` int64: the id that each position predicts (0 where it predicts nothing; masked there)."""
+    token_mask_t: torch.Tensor
+    """`[T]` bool: the predicted id is a response token."""
+    sample_mask_t: torch.Tensor
+    """`[T]` bool."""
+    sample_index_t: torch.Tensor
+    """`[T]` int64: row of the step's batch that the position belongs to; -1 for filler rows."""
+    advantage_t: torch.Tensor
+    """`[T]` float32."""
+    sampler_logprob_t: torch.Tensor
+    """`[T]` float32."""
+    old_logprob_t: torch.Tensor | None = None
+    """`[T]` float32."""
+    keep_old_t: torch.Tensor | None = None
+    """`[T]` bool."""
+    old_log_mass_t: torch.Tensor | None = None
+    """`[T]` float32."""
+    reference_logprob_t: torch.Tensor | None = None
+    """`[T]` float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Outcome of one optimizer step, the same on every rank."""
+
+    metrics: Mapping[str, float]
+    """Reduced metrics by name."""
+    stepped: bool
+    """False when the step was refused or empty; weights and optimizer are then untouched."""
+    reason: str = ""
+    """Why the step was not taken."""

@@ -1,0 +1,114 @@
+"""The only door to torch.distributed. Every collective of this project passes here, so tests can count them.
+
+A group of None means "this process alone": nothing is sent and nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Group = Any  # torch.distributed.ProcessGroup | None; torch exports no public name for it on builds without distributed
+ReduceOp = Literal["sum", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One collective as it was issued on this rank."""
+
+    kind: str
+    group_size: int
+    num_bytes: int
+    """Bytes of the tensor this rank handed in."""
+
+
+_recorders: list[list[CollectiveCall]] = []
+
+
+@contextmanager
+def record_collectives() -> Iterator[list[CollectiveCall]]:
+    """Collects the `CollectiveCall`s issued in this process while the context is open."""
+    calls: list[CollectiveCall] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        _recorders.remove(calls)
+
+
+def _record(kind: str, tensor: torch.Tensor, group: Group) -> None:
+    for calls in _recorders:
+        calls.append(CollectiveCall(kind, dist.get_world_size(group), tensor.numel() * tensor.element_size()))
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks in the group; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This process's rank inside the group; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def all_reduce_(tensor: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
+    """Reduces `tensor` over the group in place and returns it."""
+    if group_size(group) > 1:
+        _record("all_reduce", tensor, group)
+        # Waits for every rank of `group`; all of them call it whatever their data.
+        dist.all_reduce(tensor, op=_OPS[op], group=group)
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Stacks the ranks' equally shaped tensors: returns `[group size, *tensor.shape]`, in group-rank order."""
+    size = group_size(group)
+    if size == 1:
+        return tensor.unsqueeze(0)
+    _record("all_gather", tensor, group)
+    tensor = tensor.contiguous()
+    out = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    # Waits for every rank of `group`; shapes are equal on all of them by contract.
+    dist.all_gather(list(out.unbind(0)), tensor, group=group)
+    return out
+
+
+def broadcast_(tensor: torch.Tensor, group_src: int, group: Group) -> torch.Tensor:
+    """Overwrites `tensor` with that of rank `group_src` of the group and returns it."""
+    if group_size(group) > 1:
+        _record("broadcast", tensor, group)
+        # Receivers wait for the source; the source waits for nobody but the transport.
+        dist.broadcast(tensor, src=dist.get_global_rank(group, group_src), group=group)
+    return tensor
+
+
+def raise_together(error: BaseException | None, group: Group, device: torch.device | str = "cpu") -> None:
+    """Raises on every rank of the group when any rank failed; returns silently when none did.
+
+    Ranks hand in their own exception or None. The failing rank re-raises its own exception; the others raise a
+    `ValueError` that carries the first failing rank's message. One all-gather of a fixed-size buffer.
+    """
+    if group_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
+    gathered = all_gather(message.to(device), group).cpu()
+    if error is not None:
+        raise error
+    for rank, row in enumerate(gathered):
+        if row[0] != 0:
+            reason = bytes(row[row != 0].tolist()).decode(errors="replace")
+            raise ValueError(f"rank {rank} of the group failed: {reason}")
+
+
+_MESSAGE_BYTES = 1024

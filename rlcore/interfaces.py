@@ -1,0 +1,80 @@
+"""What the loop needs from its parts. The loop knows these names and nothing about Megatron or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from rlcore.batch import Prompt, Rollout, ScoredTokens, StepResult, TrainBatch
+from rlcore.groups import ParallelGroups
+
+
+class PolicyWorker(Protocol):
+    """The policy under training, sharded over the ranks of this process group layout."""
+
+    groups: ParallelGroups
+
+    def logprobs(self, batch: TrainBatch) -> ScoredTokens:
+        """Scores the batch under the current weights. Collective: every rank calls it with its replica's batch."""
+        ...
+
+    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """`[S, L]` unfiltered logprobs of the frozen reference policy. Collective."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step. Collective."""
+        ...
+
+    def save(self, path: str) -> None:
+        """Writes the policy as a Hugging Face folder. Collective."""
+        ...
+
+
+class DecodingModel(Protocol):
+    """What the embedded sampler needs: sharded next-token logits of a model, one position at a time."""
+
+    groups: ParallelGroups
+    vocab_size: int
+    """Real vocabulary size V, without padding."""
+
+    def start_decoding(self, num_sequences: int, max_length: int) -> None:
+        """Forgets earlier state and makes room for `[num_sequences, max_length]` tokens. Collective."""
+        ...
+
+    def next_logits(self, ids_sl: torch.Tensor, num_seen: int) -> torch.Tensor | None:
+        """Logits `[S, v]` (this TP rank's columns) that predict the token after the last column of `ids_sl [S, L]`.
+
+        The model has already seen the first `num_seen` columns. All rows have the same length L, so rows are aligned
+        at the start. None on every stage but the last. Collective over the model replica.
+        """
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Draws responses."""
+
+    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
+        """`samples_per_prompt` responses to each prompt, samples of one prompt next to each other. Collective."""
+        ...
+
+
+class Task(Protocol):
+    """Prompts and rewards."""
+
+    eos_id: int
+    """Id that ends a response."""
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """The prompts of one step: a pure function of the arguments, so every rank computes the same list."""
+        ...
+
+    def reward(self, prompt: Prompt, response_ids: Sequence[int]) -> float:
+        """Grades one response (without the end-of-text id). May raise: the step then fails on all ranks."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of some ids, for logs."""
+        ...

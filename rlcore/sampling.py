@@ -1,0 +1,107 @@
+"""What the sampler did to the logits, as plain numbers: the one description both engines share.
+
+Source of the rules: vLLM's sampler (order, off values, the raise of tiny temperatures).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Ties = Literal["share", "all"]
+
+# Below this vLLM decodes greedily: there is no distribution to score.
+GREEDY_TEMPERATURE = 1e-5
+# vLLM raises temperatures between GREEDY_TEMPERATURE and this value to this value.
+MIN_TEMPERATURE = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """The sampling distribution of one request. Order: temperature, min-p, top-k, top-p on what top-k left.
+
+    Raises `ValueError` on construction for a value no sampler accepts; the message names the field.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits. Below 1e-5 the sampler is greedy: refused. 1e-5 <= T < 0.01 acts as 0.01, with a warning."""
+    top_k: int | None = None
+    """Number of most likely ids kept. None, 0 and -1 are off; so is any value >= the vocabulary size."""
+    top_p: float | None = None
+    """Nucleus mass in (0, 1]. None and 1.0 are off."""
+    min_p: float = 0.0
+    """Ids less likely than min_p times the most likely one are dropped. In [0, 1]; 0 is off."""
+    ties: Ties = "share"
+    """Ids tied at the cut: `share` keeps exactly k (or the minimal count) of weight, spread evenly over the tied
+    group; `all` keeps the whole group with full weight."""
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, low=0.0, high=math.inf)
+        if self.temperature < GREEDY_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} is greedy decoding for the sampler (below {GREEDY_TEMPERATURE}): "
+                "there is no distribution to train on. Set temperature >= 0.01."
+            )
+        if self.temperature < MIN_TEMPERATURE:
+            warnings.warn(
+                f"temperature={self.temperature} acts as {MIN_TEMPERATURE}: the sampler raises it, so the trainer does.",
+                stacklevel=3,
+            )
+        if self.top_k is not None:
+            if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
+                raise ValueError(f"top_k={self.top_k!r}: expected an integer or None (None, 0, -1 are off).")
+            if self.top_k < -1:
+                raise ValueError(f"top_k={self.top_k}: expected None, 0 or -1 (off), or a count >= 1.")
+        if self.top_p is not None:
+            _check_number("top_p", self.top_p, low=0.0, high=1.0)
+            if self.top_p <= 0.0:
+                raise ValueError(f"top_p={self.top_p}: expected a mass in (0, 1]; 1.0 or None is off.")
+        _check_number("min_p", self.min_p, low=0.0, high=1.0)
+        if self.ties not in ("share", "all"):
+            raise ValueError(f"ties={self.ties!r}: expected 'share' or 'all'.")
+
+    @property
+    def effective_temperature(self) -> float:
+        """The temperature both engines really divide by."""
+        return max(float(self.temperature), MIN_TEMPERATURE)
+
+    @property
+    def effective_top_k(self) -> int | None:
+        """`top_k`, or None when it is switched off by its value."""
+        return None if self.top_k in (None, 0, -1) else self.top_k
+
+    @property
+    def effective_top_p(self) -> float | None:
+        """`top_p`, or None when it is switched off by its value."""
+        return None if self.top_p is None or self.top_p >= 1.0 else float(self.top_p)
+
+    @property
+    def truncates(self) -> bool:
+        """Can a position have an id outside its support? A property of the spec alone, so the same on every rank."""
+        return self.effective_top_k is not None or self.effective_top_p is not None or self.min_p > 0.0
+
+    def unfiltered(self) -> SamplingSpec:
+        """The same temperature without truncation (what a reference policy is scored under)."""
+        return SamplingSpec(temperature=self.effective_temperature, ties=self.ties)
+
+    def to_vllm(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `SamplingParams` that draw from this distribution and return its logprob.
+
+        The engine must run with `logprobs_mode="processed_logprobs"`; `logprobs=0` returns the sampled id's entry.
+        """
+        return {
+            "temperature": self.effective_temperature,
+            "top_k": self.effective_top_k or 0,
+            "top_p": self.effective_top_p or 1.0,
+            "min_p": float(self.min_p),
+            "logprobs": 0,
+        }
+
+
+def _check_number(name: str, value: Any, *, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r}: expected a number in [{low}, {high}].")
+    if math.isnan(value) or math.isinf(value) or not low <= value <= high:
+        raise ValueError(f"{name}={value}: expected a finite number in [{low}, {high}].")
