@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 Ties = Literal["share", "all"]
 
+# A cut that float32 rounding could move counts as an equality: relative width of that band.
+CUT_SLACK = 1e-6
 # Below this vLLM decodes greedily: there is no distribution to score.
 GREEDY_TEMPERATURE = 1e-5
 # vLLM raises temperatures between GREEDY_TEMPERATURE and this value to this value.
@@ -81,6 +83,20 @@ class SamplingSpec:
     def truncates(self) -> bool:
         """Can a position have an id outside its support? A property of the spec alone, so the same on every rank."""
         return self.effective_top_k is not None or self.effective_top_p is not None or self.min_p > 0.0
+
+    @property
+    def top_p_cut(self) -> float:
+        """Mass which the ids above must not reach for an id to be kept: `top_p` less the rounding band.
+
+        The band is relative to the smaller side of the cut, so a nucleus close to 1 keeps its tail. 1.0 when off.
+        """
+        p = self.effective_top_p
+        return 1.0 if p is None else p - CUT_SLACK * min(p, 1.0 - p)
+
+    @property
+    def min_p_cut(self) -> float:
+        """Log of the smallest kept probability relative to the largest, less the rounding band. -inf when off."""
+        return math.log(self.min_p * (1.0 - CUT_SLACK)) if self.min_p > 0.0 else -math.inf
 
     def unfiltered(self) -> SamplingSpec:
         """The same temperature without truncation (what a reference policy is scored under)."""
