@@ -1,0 +1,1 @@
+"""The policy on Megatron-core: the only package that imports `megatron.core`."""

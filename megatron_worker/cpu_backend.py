@@ -1,0 +1,133 @@
+"""Lets Megatron-core, which addresses CUDA by name, run on a CPU with gloo.
+
+Nothing happens on import. While `cpu_backend()` is open, calls that name a CUDA device are answered on the CPU and
+`torch.cuda`'s random generator is the CPU's; leaving the context puts every attribute back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+DeviceType = Literal["cpu", "cuda"]
+
+_CPU = torch.device("cpu")
+
+
+def resolve_device_type(backend: Literal["auto", "cpu", "cuda"]) -> DeviceType:
+    """The device type that `parallel.backend` means on this machine. `ValueError` for `cuda` without a device."""
+    has_cuda = torch.cuda.is_available()
+    if backend == "cuda" and not has_cuda:
+        raise ValueError("parallel.backend='cuda', but there is no CUDA device here. Set parallel.backend='cpu'.")
+    if backend == "auto":
+        return "cuda" if has_cuda else "cpu"
+    return backend
+
+
+def cpu_backend_is_active() -> bool:
+    """Is a `cpu_backend` context open in this process?"""
+    return torch.cuda.current_device is _current_device
+
+
+@contextmanager
+def cpu_backend(backend: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[DeviceType]:
+    """Redirects Megatron-core's CUDA calls to the CPU while open; yields the device type in use.
+
+    `auto` does nothing where there is a CUDA device and `cuda` never does anything; `cpu` redirects everywhere. A
+    nested request does nothing. The redirect of factory calls belongs to the thread that opened the context; it may
+    stay open for the life of the process.
+    """
+    device_type = resolve_device_type(backend)
+    if device_type == "cuda" or cpu_backend_is_active():
+        yield device_type
+        return
+    with ExitStack() as stack:
+        for owner, name, replacement in _replacements():
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(_CudaOnCpu())
+        yield device_type
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Answers torch functions that name a CUDA device on the CPU."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizer and gradient clipping compare this name with CUDA's.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.type or func is torch.Tensor.to:
+            args = tuple(_on_cpu(value) for value in args)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A device, its name or a tensor type's name, with CUDA replaced by the CPU; anything else as it is."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return _CPU
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return _CPU
+    if isinstance(value, str) and value.startswith("torch.cuda."):
+        return value.replace("torch.cuda.", "torch.", 1)
+    return value
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """What is replaced: (owner, attribute, replacement)."""
+    return [
+        (torch.cuda, "current_device", _current_device),
+        (torch.cuda, "synchronize", _synchronize),
+        (torch.cuda, "manual_seed", _manual_seed),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (torch.cuda, "set_rng_state", _set_rng_state),
+        (torch.cuda, "FloatTensor", _FloatTensorOnCpu),
+        (torch.cuda, "IntTensor", _IntTensorOnCpu),
+        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+    ]
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _synchronize(device: Any = None) -> None:
+    return None
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+class _FloatTensorOnCpu:
+    """A class, because Megatron also uses the type it replaces in `isinstance`."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return torch.FloatTensor(*args)
+
+
+class _IntTensorOnCpu:
+    """See `_FloatTensorOnCpu`."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return torch.IntTensor(*args)

@@ -1,0 +1,114 @@
+"""The process groups of a Megatron job as explicit handles: the only reader of Megatron's global parallel state."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_worker.cpu_backend import DeviceType, cpu_backend_is_active
+from rlcore.collectives import Group
+from rlcore.config import ParallelConfig
+from rlcore.groups import ParallelGroups
+
+
+def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed: int = 0) -> ParallelGroups:
+    """Starts torch.distributed (unless it runs already) and Megatron's parallel state; returns this rank's groups.
+
+    Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a `cpu_backend`
+    context must be open. `seed` seeds Megatron's dropout generators. Collective over all ranks.
+
+    Raises `ValueError`, on every rank, when the world size does not factor or a Megatron job is already set up.
+    """
+    if device_type == "cpu" and not cpu_backend_is_active():
+        raise ValueError("parallel.backend='cpu' needs an open megatron_worker.cpu_backend.cpu_backend() context.")
+    if parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "Megatron's parallel state is already set up in this process. Use parallel_groups() to join that job, or "
+            "destroy_parallel() first."
+        )
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    _check_factors(parallel, world_size)
+    if not dist.is_initialized():
+        _start_torch_distributed(parallel, device_type, world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        # Megatron declares whole minutes and hands the number to timedelta, which takes fractions.
+        distributed_timeout_minutes=parallel.timeout_s / 60,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return parallel_groups()
+
+
+def parallel_groups() -> ParallelGroups:
+    """This rank's groups of a Megatron job that is already set up. `ValueError` when there is none, or it uses CP."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            "Megatron's parallel state is not set up. Call initialize_parallel(), or "
+            "megatron.core.parallel_state.initialize_model_parallel() in your own job."
+        )
+    cp = _none_if_alone(parallel_state.get_context_parallel_group())
+    if cp is not None:
+        raise ValueError(
+            f"The job has context_parallel_size={dist.get_world_size(cp)}: expected 1. Megatron keeps no group that "
+            "spans tensor, pipeline and context parallelism."
+        )
+    return ParallelGroups(
+        tp=_none_if_alone(parallel_state.get_tensor_model_parallel_group()),
+        pp=_none_if_alone(parallel_state.get_pipeline_model_parallel_group()),
+        dp=_none_if_alone(parallel_state.get_data_parallel_group()),
+        dp_cp=_none_if_alone(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        model=_none_if_alone(parallel_state.get_model_parallel_group()),
+        world=_none_if_alone(dist.group.WORLD),
+    )
+
+
+def destroy_parallel(*, torch_distributed: bool = False) -> None:
+    """Ends Megatron's parallel state and its process groups, so that another layout can be set up.
+
+    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts. Collective
+    over all ranks: every rank has finished its work with the groups before any of them disappears.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    subgroups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    parallel_state.destroy_model_parallel()
+    if torch_distributed:
+        dist.destroy_process_group()
+        return
+    for group in subgroups:
+        dist.destroy_process_group(group)
+
+
+def _check_factors(parallel: ParallelConfig, world_size: int) -> None:
+    replica = parallel.tp * parallel.pp
+    if world_size % replica:
+        raise ValueError(
+            f"{world_size} processes do not factor into model replicas of parallel.tp={parallel.tp} x "
+            f"parallel.pp={parallel.pp} = {replica}. Start a multiple of {replica} processes, or change tp/pp."
+        )
+
+
+def _start_torch_distributed(parallel: ParallelConfig, device_type: DeviceType, world_size: int) -> None:
+    backend = "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # gloo beside nccl, so that tensors on the host (weights on export, error messages) can travel too.
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=parallel.timeout_s)
+    if "MASTER_ADDR" in os.environ:
+        rank = int(os.environ.get("RANK", "0"))
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _none_if_alone(group: Group) -> Group:
+    return None if dist.get_world_size(group) == 1 else group

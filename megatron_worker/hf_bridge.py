@@ -1,0 +1,253 @@
+"""Moves weights between Hugging Face folders and the sharded Megatron model; also draws initial weights by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megatron_worker.architecture import Architecture, hf_config
+from megatron_worker.parameter_layouts import ReadSlice, hf_shapes, local_layer_name, stage_layouts
+from rlcore.collectives import all_gather, broadcast_, raise_together
+from rlcore.groups import ParallelGroups
+
+INIT_STD = 0.02
+"""Standard deviation of drawn weights, as in GPT-2; projections that end a block get it over sqrt(2 * layers)."""
+MAX_FILE_BYTES = 4 * 2**30
+"""Weights are written in files of about this size, so that exporting never holds the whole model in memory."""
+_TIED_HEAD = "lm_head.weight"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab.*", "merges.txt")
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The bare stage inside Megatron's wrappers (DDP, float16)."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module  # pyright: ignore[reportAssignmentType]
+    return model
+
+
+def initialize_from_seed(model: torch.nn.Module, arch: Architecture, seed: int, groups: ParallelGroups) -> None:
+    """Draws this rank's weights. Each is a shard of a full tensor that depends on the seed and its name only, so every
+    layout holds the same model. Norms are 1, biases 0. No collective.
+    """
+    shapes = hf_shapes(arch)
+
+    def read(hf_name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        return _drawn_tensor(hf_name, shapes[hf_name], arch.num_layers, seed).narrow(axis, start, stop - start)
+
+    _fill(model, arch, groups, read)
+
+
+def _drawn_tensor(hf_name: str, shape: tuple[int, ...], num_layers: int, seed: int) -> torch.Tensor:
+    if hf_name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if hf_name.endswith("bias"):
+        return torch.zeros(shape)
+    ends_block = hf_name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = INIT_STD / math.sqrt(2 * num_layers) if ends_block else INIT_STD
+    digest = hashlib.sha256(f"{seed} {hf_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def load_hf_weights(model: torch.nn.Module, arch: Architecture, path: str | Path, groups: ParallelGroups) -> None:
+    """Fills this rank's stage from the safetensors of a Hugging Face folder, reading only the slices it needs.
+
+    Raises `ValueError`, on every rank, when a tensor is missing, left over, or of another shape than `arch` says.
+    Load before the optimizer is built: it copies the weights. One collective over the world.
+    """
+    error: Exception | None = None
+    try:
+        folder = _WeightFolder(Path(path))
+        folder.check(arch)
+        _fill(model, arch, groups, folder.read)
+    except (ValueError, OSError, SafetensorError) as caught:
+        error = caught if isinstance(caught, ValueError) else ValueError(f"{path}: {caught}")
+    device = next(model.parameters()).device
+    raise_together(error, groups.world, device)
+
+
+def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
+    """Copies what `read` returns into every parameter; `ValueError` naming parameters without a source or a place."""
+    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
+    parameters = {local_layer_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    if parameters.keys() != layouts.keys():
+        raise ValueError(
+            "The model does not fit the architecture. Parameters without a Hugging Face source: "
+            f"{sorted(parameters.keys() - layouts.keys())}; expected but absent: "
+            f"{sorted(layouts.keys() - parameters.keys())}."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            shard = layouts[name].shard(read, groups.tp_rank, groups.tp_size)
+            if shard.shape != parameter.shape:
+                raise ValueError(f"{name}: the model holds {tuple(parameter.shape)}, the weights {tuple(shard.shape)}.")
+            parameter.copy_(shard)
+
+
+class _WeightFolder:
+    """The safetensors of one folder. Files are memory-mapped: reading a slice touches only its pages."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = path / _INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        elif (path / _WEIGHTS).is_file():
+            names = [_WEIGHTS]
+        else:
+            raise ValueError(f"{path}: expected {_WEIGHTS} or {_INDEX}. Convert the weights to safetensors.")
+        files = [safe_open(str(path / name), framework="pt") for name in names]
+        self._slices = {key: file.get_slice(key) for file in files for key in file.keys()}
+
+    def check(self, arch: Architecture) -> None:
+        """`ValueError` unless the folder holds exactly the tensors of the architecture, in its shapes."""
+        expected = hf_shapes(arch)
+        found = {
+            name
+            for name in self._slices
+            # Old folders also store the rotary frequencies, which follow from the config.
+            if not name.endswith("rotary_emb.inv_freq") and not (arch.tie_word_embeddings and name == _TIED_HEAD)
+        }
+        missing, unused = sorted(expected.keys() - found), sorted(found - expected.keys())
+        if missing or unused:
+            raise ValueError(
+                f"{self._path}: the weights do not fit config.json. Missing: {_shorten(missing)}; "
+                f"not used by the model: {_shorten(unused)}."
+            )
+        for name, shape in expected.items():
+            if tuple(self._slices[name].get_shape()) != shape:
+                raise ValueError(
+                    f"{self._path}: {name} has shape {tuple(self._slices[name].get_shape())}, config.json says {shape}."
+                )
+
+    def read(self, hf_name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        """One slice of one tensor."""
+        tensor_slice = self._slices[hf_name]
+        return tensor_slice[start:stop] if axis == 0 else tensor_slice[:, start:stop]
+
+
+def _shorten(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def export_hf_tensors(
+    model: torch.nn.Module, arch: Architecture, groups: ParallelGroups
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (HF name, full tensor on the CPU) for every weight, on every rank, in model order.
+
+    Padding rows of the vocabulary are cut and a tied head is left out. Collectives, per Megatron parameter: one
+    broadcast of a TP shard over the pipeline group and one all-gather over the tensor group, so every rank must
+    exhaust the iterator. At most one parameter is held in full at a time.
+    """
+    bare = unwrap(model)
+    parameters = {local_layer_name(name): parameter for name, parameter in bare.named_parameters()}
+    like = next(bare.parameters())
+    for stage in range(groups.pp_size):
+        for name, layout in stage_layouts(arch, groups.pp_size, stage).items():
+            if name == "output_layer.weight" and arch.tie_word_embeddings:
+                continue
+            if stage == groups.pp_rank:
+                shard = parameters[name].detach().clone()
+            else:
+                shard = torch.empty(layout.shard_shape(groups.tp_size), dtype=like.dtype, device=like.device)
+            # The other stages wait for the owner; then the ranks of one stage wait for each other.
+            broadcast_(shard, stage, groups.pp)
+            shards = all_gather(shard, groups.tp).cpu().unbind(0)
+            for hf_name, tensor in layout.unshard(shards).items():
+                yield hf_name, tensor.contiguous()
+
+
+def save_hf(
+    model: torch.nn.Module,
+    arch: Architecture,
+    path: str | Path,
+    groups: ParallelGroups,
+    source: str | Path | None = None,
+) -> None:
+    """Writes the policy as a Hugging Face folder: config.json and safetensors, and the tokenizer of folder `source`.
+
+    The first rank writes into a temporary folder beside `path` and renames it, replacing an older folder; no rank
+    returns before it is in place. Raises `ValueError` on every rank when writing fails. Collective over the world.
+    """
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.incomplete")
+    writes = groups.world is None or torch.distributed.get_rank() == 0
+    tensors = export_hf_tensors(model, arch, groups)
+    error: Exception | None = None
+    try:
+        if writes:
+            _write_folder(tensors, arch, draft, source)
+            _replace(draft, target)
+    except Exception as caught:
+        error = ValueError(f"{target}: the policy could not be written: {caught}")
+    for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
+        pass
+    raise_together(error, groups.world, next(model.parameters()).device)
+
+
+def _write_folder(
+    tensors: Iterator[tuple[str, torch.Tensor]], arch: Architecture, draft: Path, source: str | Path | None
+) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    file_of: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    dtype, num_bytes = "float32", 0
+
+    def flush() -> None:
+        nonlocal num_bytes
+        name = f"model-{len(set(file_of.values())) + 1:05d}.safetensors"
+        save_file(pending, str(draft / name), metadata={"format": "pt"})
+        file_of.update(dict.fromkeys(pending, name))
+        pending.clear()
+        num_bytes = 0
+
+    for hf_name, tensor in tensors:
+        pending[hf_name] = tensor
+        num_bytes += tensor.numel() * tensor.element_size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if num_bytes >= MAX_FILE_BYTES:
+            flush()
+    if pending:
+        flush()
+    files = sorted(set(file_of.values()))
+    if len(files) == 1:
+        os.rename(draft / files[0], draft / _WEIGHTS)
+    else:
+        (draft / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=1), encoding="utf-8")
+    config = hf_config(arch, dtype)
+    if source is not None:
+        config = _copy_companions(Path(source), draft) | config
+    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_companions(source: Path, draft: Path) -> dict[str, object]:
+    """Copies the tokenizer and its like; returns the special token ids of the source's config."""
+    for pattern in _COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy(file, draft / file.name)
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in values.items() if key.endswith("_token_id")}
+
+
+def _replace(draft: Path, target: Path) -> None:
+    """Puts the finished folder in place. A reader sees the old folder, none, or the new one; never a mixture."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(draft, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""Builds one pipeline stage of the policy: Megatron-core's `GPTModel` for an `Architecture` and a layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_worker.architecture import Architecture
+from megatron_worker.cpu_backend import cpu_backend_is_active
+from rlcore.config import ParallelConfig, check_tp_divides
+from rlcore.groups import ParallelGroups
+
+DtypeName = Literal["float32", "bfloat16"]
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm built the way Megatron builds a norm.
+
+    Under sequence parallelism each TP rank normalises its share of the tokens, so the weight's gradient is a partial
+    sum; the `sequence_parallel` mark makes Megatron add the shares up. Megatron's own wrapper refuses that layout.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def torch_dtype(dtype: DtypeName) -> torch.dtype:
+    """The torch dtype of a config's dtype name."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def uses_transformer_engine() -> bool:
+    """Are layers built from Transformer Engine modules? Only where it is installed and the model is on a GPU."""
+    on_gpu = torch.cuda.is_available() and not cpu_backend_is_active()
+    return on_gpu and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: DtypeName) -> TransformerConfig:
+    """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the model."""
+    check_layout(arch, parallel)
+    on_cpu = cpu_backend_is_active()
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_query_groups,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=torch_dtype(dtype),
+        pipeline_dtype=torch_dtype(dtype),
+        bf16=dtype == "bfloat16",
+        use_cpu_initialization=on_cpu,
+        # Weights are always loaded or drawn by name afterwards, so that they do not depend on the layout.
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=uses_transformer_engine(),
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
+    """TP divides the heads and the SwiGLU width, PP the layers; `ValueError` otherwise."""
+    check_tp_divides(parallel.tp, arch.num_attention_heads, arch.num_query_groups, source="model")
+    if arch.ffn_hidden_size % parallel.tp:
+        raise ValueError(
+            f"parallel.tp={parallel.tp} does not divide model.ffn_hidden_size={arch.ffn_hidden_size}. Change parallel.tp."
+        )
+    if arch.num_layers % parallel.pp:
+        raise ValueError(
+            f"parallel.pp={parallel.pp} does not divide model.num_layers={arch.num_layers}. Change parallel.pp."
+        )
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1. Set it to false or raise tp.")
+
+
+def build_model(
+    arch: Architecture, parallel: ParallelConfig, dtype: DtypeName, groups: ParallelGroups
+) -> GPTModel:
+    """This rank's stage as a bare module with undefined weights: load or draw them next.
+
+    The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the replica.
+    """
+    config = transformer_config(arch, parallel, dtype)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_specs(arch, parallel),
+        vocab_size=arch.padded_vocab_size(parallel.tp),
+        max_sequence_length=arch.max_position_embeddings,
+        pre_process=groups.pp_rank == 0,
+        post_process=groups.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=arch.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,  # pyright: ignore[reportArgumentType]
+    )
+    return model if cpu_backend_is_active() else model.cuda()
+
+
+def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers on a GPU that has it; Megatron's local ones otherwise, with our norm."""
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=RMSNorm)
+
+
+def wrap_ddp(model: GPTModel, parallel: ParallelConfig) -> DistributedDataParallel:
+    """The stage inside Megatron's data parallelism: gradients are accumulated and reduced in float32.
+
+    Every replica must hold the same weights already.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    return DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=model)
