@@ -13,12 +13,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_worker.architecture import Architecture
 from megatron_worker.cpu_backend import cpu_backend_is_active
+from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
 from rlcore.config import ParallelConfig, check_tp_divides
 from rlcore.groups import ParallelGroups
 
@@ -121,7 +123,20 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,  # pyright: ignore[reportArgumentType]
     )
+    _mark_tensor_parallel(model, arch, groups)
     return model if cpu_backend_is_active() else model.cuda()
+
+
+def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelGroups) -> None:
+    """Marks the parameters that TP cuts, as Megatron's initialisation, which we skip, would.
+
+    Without the mark Megatron takes a shard for a copy and leaves the other ranks' shards out of the gradient norm.
+    """
+    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
+    for name, parameter in model.named_parameters():
+        axis = layouts[local_layer_name(name)].partition_axis
+        if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
 
 
 def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> ModuleSpec | TransformerBlockSubmodules:

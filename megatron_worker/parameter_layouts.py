@@ -20,6 +20,11 @@ ReadSlice = Callable[[str, int, int, int], torch.Tensor]
 class ParameterLayout(Protocol):
     """One Megatron parameter as a function of HF tensors."""
 
+    @property
+    def partition_axis(self) -> int | None:
+        """Axis of the Megatron parameter that TP cuts; None for a parameter every TP rank holds in full."""
+        ...
+
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and full shapes of the HF tensors it is made of."""
         ...
@@ -44,6 +49,10 @@ class Replicated:
     hf_name: str
     size: int
 
+    @property
+    def partition_axis(self) -> int | None:
+        return None
+
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.hf_name: (self.size,)}
 
@@ -64,6 +73,10 @@ class VocabRows:
     hf_name: str
     vocab_size: int
     hidden_size: int
+
+    @property
+    def partition_axis(self) -> int | None:
+        return 0
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.hf_name: (self.vocab_size, self.hidden_size)}
@@ -90,6 +103,10 @@ class InputColumns:
     out_size: int
     in_size: int
 
+    @property
+    def partition_axis(self) -> int | None:
+        return 1
+
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.hf_name: (self.out_size, self.in_size)}
 
@@ -112,6 +129,10 @@ class FusedGateUp:
     up_name: str
     ffn_hidden_size: int
     hidden_size: int
+
+    @property
+    def partition_axis(self) -> int | None:
+        return 0
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         shape = (self.ffn_hidden_size, self.hidden_size)
@@ -147,6 +168,10 @@ class FusedQkv:
     @property
     def _rows_per_group(self) -> tuple[int, int, int]:
         return (self.num_heads // self.num_groups * self.head_dim, self.head_dim, self.head_dim)
+
+    @property
+    def partition_axis(self) -> int | None:
+        return 0
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         rows = self._rows_per_group
