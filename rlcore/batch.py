@@ -101,8 +101,6 @@ class ScoredTokens:
 
     logprob_sl: torch.Tensor
     """float32 under the truncated distribution; -inf where `keep_sl` is False; 0 where nothing was predicted."""
-    unfiltered_logprob_sl: torch.Tensor
-    """float32 under the whole distribution at the same temperature."""
     keep_sl: torch.Tensor
     """bool: the token is inside the support. True where nothing was predicted."""
     log_mass_sl: torch.Tensor

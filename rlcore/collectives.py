@@ -93,22 +93,21 @@ def raise_together(error: BaseException | None, group: Group, device: torch.devi
     """Raises on every rank of the group when any rank failed; returns silently when none did.
 
     Ranks hand in their own exception or None. The failing rank re-raises its own exception; the others raise a
-    `ValueError` that carries the first failing rank's message. One all-gather of a fixed-size buffer.
+    `ValueError` that carries the first failing rank's message. One all-reduce of one number; only on failure also one
+    all-gather of a fixed-size message.
     """
-    if group_size(group) == 1:
+    failed = torch.tensor([0 if error is None else 1], dtype=torch.int32, device=device)
+    if bool(all_reduce_(failed, "max", group)[0]):
+        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        gathered = all_gather(message.to(device), group).cpu()
         if error is not None:
             raise error
-        return
-    text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else 0
-    gathered = all_gather(message.to(device), group).cpu()
-    if error is not None:
-        raise error
-    for rank, row in enumerate(gathered):
-        if row[0] != 0:
-            reason = bytes(row[row != 0].tolist()).decode(errors="replace")
-            raise ValueError(f"rank {rank} of the group failed: {reason}")
+        rank = int((gathered[:, 0] != 0).nonzero()[0])
+        reason = bytes(gathered[rank][gathered[rank] != 0].tolist()).decode(errors="replace")
+        raise ValueError(f"rank {rank} of {len(gathered)} failed: {reason}")
 
 
+# Room for one message that a rank sends to its peers when it fails.
 _MESSAGE_BYTES = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,6 +39,8 @@ class DecodingModel(Protocol):
     groups: ParallelGroups
     vocab_size: int
     """Real vocabulary size V, without padding."""
+    device: torch.device
+    """Where ids are expected and logits returned."""
 
     def start_decoding(self, num_sequences: int, max_length: int) -> None:
         """Forgets earlier state and makes room for `[num_sequences, max_length]` tokens. Collective."""
@@ -66,6 +68,8 @@ class Task(Protocol):
 
     eos_id: int
     """Id that ends a response."""
+    vocab_size: int
+    """Real vocabulary size V: every id of the task is below it. A model trained from scratch takes it."""
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """The prompts of one step: a pure function of the arguments, so every rank computes the same list."""
@@ -77,4 +81,12 @@ class Task(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some ids, for logs."""
+        ...
+
+
+class RunLog(Protocol):
+    """Where the loop reports. One object a rank; all but rank 0's do nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float], updates: Sequence[StepResult]) -> None:
+        """Records a finished step: its own metrics and the outcome of each of its optimizer steps."""
         ...

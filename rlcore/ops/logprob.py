@@ -132,7 +132,7 @@ class _TruncatedLogprob(torch.autograd.Function):
         vocab: VocabShard,
         entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
-        real_tv = _real_columns(logits_tv, vocab)
+        real_tv = real_columns(logits_tv, vocab)
         here_t, column_t = _local_column(target_t, real_tv.shape[1], vocab)
         z_target_t = _gather_target(real_tv, here_t, column_t, spec)
         z_target_t, stats, support = find_support(real_tv, z_target_t, spec, tp_group, vocab.vocab_size, entropy)
@@ -165,7 +165,7 @@ class _TruncatedLogprob(torch.autograd.Function):
         # Selected before any product: an infinite incoming gradient of a dropped token must not meet a zero.
         grad_logprob_t = torch.where(keep_t, grad_logprob_t, 0.0)
         grad_tv = torch.zeros_like(logits_tv, memory_format=torch.contiguous_format)
-        real_tv, real_grad_tv = _real_columns(logits_tv, ctx.vocab), _real_columns(grad_tv, ctx.vocab)
+        real_tv, real_grad_tv = real_columns(logits_tv, ctx.vocab), real_columns(grad_tv, ctx.vocab)
         target_grad_t = torch.where(here_t, grad_logprob_t + grad_unfiltered_t, 0.0)
         for rows in row_chunks(real_tv):
             z_tv = temper(real_tv[rows], ctx.spec)
@@ -193,7 +193,7 @@ def support_weight(z_tv: torch.Tensor, threshold_t: torch.Tensor, share_t: torch
     return torch.where(z_tv > threshold_t[:, None], 1.0, at_tv)
 
 
-def _real_columns(logits_tv: torch.Tensor, vocab: VocabShard) -> torch.Tensor:
+def real_columns(logits_tv: torch.Tensor, vocab: VocabShard) -> torch.Tensor:
     """A view without this shard's padding columns."""
     return logits_tv[:, : max(0, min(logits_tv.shape[1], vocab.vocab_size - vocab.start))]
 

@@ -1,0 +1,94 @@
+"""From a token-aligned step batch to the microbatches of Megatron's schedule, and back.
+
+The one place that shifts: targets and everything that describes them move from the token to the position that predicts
+it, on the whole sequence, before anything is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlcore.batch import Microbatch, TrainBatch
+
+# Fill of positions that predict nothing, by field: neutral values that no mask lets through.
+_FILLS = {
+    "advantage": 0.0,
+    "sampler_logprob": 0.0,
+    "old_logprob": 0.0,
+    "keep_old": True,
+    "old_log_mass": 0.0,
+    "reference_logprob": 0.0,
+}
+
+
+def num_microbatches(batch: TrainBatch, microbatch_size: int) -> int:
+    """How many microbatches of `microbatch_size` sequences hold the batch; the last one may need filler rows."""
+    return -(-batch.num_sequences // microbatch_size)
+
+
+def padded_length(batch: TrainBatch, length_multiple: int) -> int:
+    """The batch's padded length L, raised to a multiple (of TP under sequence parallelism)."""
+    return -(-batch.ids_sl.shape[1] // length_multiple) * length_multiple
+
+
+def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 1) -> list[Microbatch]:
+    """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
+
+    Raises `ValueError` for a batch without sequences, or without a single position that predicts something.
+    """
+    if batch.num_sequences == 0 or batch.ids_sl.shape[1] < 2:
+        raise ValueError(
+            f"a batch of shape {tuple(batch.ids_sl.shape)} holds nothing to predict: expected at least one sequence of "
+            "at least two tokens."
+        )
+    length = padded_length(batch, length_multiple)
+    rows = num_microbatches(batch, microbatch_size) * microbatch_size
+    ids_sl = _pad(batch.ids_sl, rows, length, 0)
+    sample_mask_s = _pad(batch.sample_mask_s[:, None], rows, 1, False)
+    index_s = _pad(torch.arange(batch.num_sequences, device=ids_sl.device)[:, None], rows, 1, -1)
+    columns = {
+        "target": _shift(ids_sl, 0),
+        "token_mask": _shift(_pad(batch.token_mask_sl, rows, length, False), False),
+        "sample_mask": sample_mask_s.expand(rows, length),
+        "sample_index": index_s.expand(rows, length),
+    }
+    for name, fill in _FILLS.items():
+        value_sl = getattr(batch, f"{name}_sl")
+        if value_sl is not None:
+            columns[name] = _shift(_pad(value_sl, rows, length, fill), fill)
+    position_l = torch.arange(length, device=ids_sl.device)
+    return [
+        Microbatch(
+            input_ids_bl=ids_sl[start : start + microbatch_size],
+            position_ids_bl=position_l.expand(microbatch_size, length),
+            **{f"{name}_t": value[start : start + microbatch_size].reshape(-1) for name, value in columns.items()},
+        )
+        for start in range(0, rows, microbatch_size)
+    ]
+
+
+def join_scores(parts_t: Sequence[torch.Tensor], batch: TrainBatch, length: int, fill: float | bool) -> torch.Tensor:
+    """Predictor-aligned results of the microbatches, in order, as token-aligned `[S, L]` of the batch.
+
+    `length` is the microbatches' padded length. Filler rows and padding are cut; the first token of a sequence, which
+    nothing predicts, and padding get `fill`.
+    """
+    predicted_sl = torch.cat([part.reshape(-1, length) for part in parts_t])[: batch.num_sequences]
+    out_sl = torch.full(batch.ids_sl.shape, fill, dtype=predicted_sl.dtype, device=predicted_sl.device)
+    out_sl[:, 1:] = predicted_sl[:, : batch.ids_sl.shape[1] - 1]
+    position_l = torch.arange(batch.ids_sl.shape[1], device=out_sl.device)
+    return out_sl.masked_fill(position_l >= batch.length_s[:, None], fill)
+
+
+def _pad(value_sl: torch.Tensor, rows: int, length: int, fill: float | bool) -> torch.Tensor:
+    """A copy of `[rows, length]` with the value in its upper left corner."""
+    out_sl = torch.full((rows, length), fill, dtype=value_sl.dtype, device=value_sl.device)
+    out_sl[: value_sl.shape[0], : value_sl.shape[1]] = value_sl
+    return out_sl
+
+
+def _shift(value_sl: torch.Tensor, fill: float | bool) -> torch.Tensor:
+    """Entry j becomes that of token j + 1; the last position predicts nothing."""
+    return torch.cat([value_sl[:, 1:], torch.full_like(value_sl[:, :1], fill)], dim=1)
