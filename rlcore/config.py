@@ -111,7 +111,7 @@ class TaskConfig:
     """Prompts and rewards."""
 
     name: str = "echo"
-    """`echo` (characters), or `reasoning_gym/<dataset>` such as `reasoning_gym/basic_arithmetic`."""
+    """`echo` (characters), `reasoning_gym/<dataset>`, or `package.module:factory` of your own."""
     size: int = 1000
     """Number of distinct prompts."""
     args: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""The `rlcore` command: thin, and the only place that wires megatron_worker to the loop."""

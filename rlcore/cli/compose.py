@@ -1,0 +1,87 @@
+"""From a config name and `key=value` words to a checked `RunConfig`: hydra composes, our rules judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import rlcore
+from rlcore.config import ConfigError, RunConfig, load_run_config
+
+
+def config_folder() -> Path:
+    """The configs that come with the package: beside it in a checkout, inside it in an installed wheel."""
+    package = Path(rlcore.__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def compose_run_config(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> RunConfig:
+    """The checked config of one run.
+
+    `config_dir` is a folder of your own; its files may use the groups that come with the package. Unknown
+    names, keys and values raise `ConfigError` naming what was typed.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    shipped = config_folder()
+    folder = shipped if config_dir is None else Path(config_dir).resolve()
+    check_config_name(folder, config_name)
+    words = [as_hydra_override(word, [folder, shipped]) for word in overrides]
+    if folder != shipped:
+        words.append(f"hydra.searchpath=['file://{shipped}']")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            composed = compose(config_name, words)
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"config {config_name}: {first_line(error)}") from error
+    return load_run_config(values)  # type: ignore[arg-type]
+
+
+def check_config_name(folder: Path, config_name: str) -> None:
+    """The config file exists, or `ConfigError` listing those that do."""
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: no such folder.")
+    if not folder.joinpath(f"{config_name}.yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        raise ConfigError(f"--config-name {config_name}: no such file in {folder}. There: {known}.")
+
+
+def as_hydra_override(word: str, folders: Sequence[Path]) -> str:
+    """`key=value` as hydra must see it.
+
+    A key that names a config group chooses a file of it. Any other key is set whether the YAML mentions it or
+    not: defaults live in `rlcore.config`, which also says so when no such key exists.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override: Any = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(f"{word!r}: expected key=value ({first_line(error)}).") from error
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{word!r}: a list of choices is a sweep; a run takes one value. Start one run a value."
+        )
+    if override.is_delete() or override.is_add() or override.is_force_add():
+        raise ConfigError(f"{word!r}: write it as plain key=value.")
+    key = override.key_or_group
+    if any(folder.joinpath(key).is_dir() for folder in folders):
+        return word
+    return f"++{word}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's first line, without a final full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,88 @@
+"""Arguments, exit codes and error messages of the `rlcore` command.
+
+Exit codes: 0 done, 2 something the user can fix (one line says what), 1 anything else, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+USER_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command and leaves with its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parse(words)
+    try:
+        if args.command == "train":
+            code = run_train(args, words)
+        else:
+            from rlcore.cli.plot import plot
+
+            plot(args.run)
+            code = 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except ValueError as error:
+        print(f"rlcore: error: {error}", file=sys.stderr)
+        code = USER_ERROR
+    except Exception:
+        traceback.print_exc()
+        code = OTHER_ERROR
+    sys.stdout.flush()
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line; leaves with a usage message where it makes no sense."""
+    parser = argparse.ArgumentParser(prog="rlcore", description="RL training on Megatron-core.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="run a config", usage="rlcore train [options] [key=value ...]")
+    train.add_argument(
+        "--config-name", default="demo", help="file of the config folder, without .yaml (demo)"
+    )
+    train.add_argument("--config-dir", help="folder of your own configs (those that come with the package)")
+    train.add_argument("--nproc", type=int, help="processes to start on this machine (the config's nproc)")
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in run_dir")
+    train.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    plot = commands.add_parser("plot", help="draw the pictures of a run again")
+    plot.add_argument("run", help="run folder")
+    # Options and key=value words may come in any order, which argparse's positional lists do not allow.
+    args, rest = parser.parse_known_args(words)
+    options = [word for word in rest if word.startswith("-")]
+    if options or (rest and args.command != "train"):
+        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    args.overrides = rest
+    return args
+
+
+def run_train(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Checks the config, then starts the ranks, or is one of them. Returns the exit code."""
+    from rlcore.cli import launch
+    from rlcore.cli.compose import compose_run_config
+    from rlcore.config import check_world
+    from rlcore.run_log import check_run_folder
+
+    launch.join_slurm(os.environ)
+    is_rank = launch.is_rank(os.environ)
+    try:
+        config = compose_run_config(args.config_name, args.overrides, args.config_dir)
+        num_processes = launch.world_size(os.environ) if is_rank else args.nproc or config.nproc
+        check_world(config, num_processes)
+        check_run_folder(config, args.overwrite)
+        if is_rank:
+            from rlcore.cli.train_command import train_rank
+
+            train_rank(config)
+            return 0
+    except Exception as error:
+        if not is_rank:
+            raise
+        return launch.report_rank_error(error, launched=args.as_rank)
+    return launch.start_ranks(words, num_processes)

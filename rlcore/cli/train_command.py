@@ -1,0 +1,37 @@
+"""One rank of `rlcore train`: builds the parts, hands them to the loop, takes everything down again."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+from rlcore.config import RunConfig
+
+
+def train_rank(config: RunConfig) -> None:
+    """Runs the config on this rank of an already started run."""
+    from megatron_worker.worker import MegatronWorker
+
+    from rlcore.cli.progress import make_display
+    from rlcore.cli.report import write_report
+    from rlcore.rollout.policy_sampler import PolicySampler
+    from rlcore.rollout.tasks import make_task
+    from rlcore.run_log import RunLog, SilentLog
+    from rlcore.trainer import train
+
+    started = time.perf_counter()
+    task = make_task(config.task, config.model.hf_path, config.seed)
+    worker = MegatronWorker(config, task.vocab_size)
+    with ExitStack() as stack:
+        stack.callback(worker.close)
+        engine = PolicySampler(
+            worker.decoder, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens
+        )
+        if os.environ["RANK"] != "0":
+            train(config, worker, engine, task, SilentLog())
+            return
+        display = stack.enter_context(make_display(config.train.steps))
+        log = stack.enter_context(RunLog(config, display))
+        train(config, worker, engine, task, log)
+    write_report(log.folder, seconds=time.perf_counter() - started)
