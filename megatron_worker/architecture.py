@@ -1,4 +1,6 @@
-"""The shape of a policy: Llama and Qwen2 style decoders (RMSNorm, SwiGLU, grouped queries, rotary positions)."""
+"""The shape of a policy: Llama and Qwen2 style decoders (RMSNorm, SwiGLU, grouped queries, rotary
+positions).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder of the Llama/Qwen2 family. `ValueError` on construction when the numbers contradict each other."""
+    """A decoder of the Llama/Qwen2 family. `ValueError` on construction when the numbers contradict each
+    other.
+    """
 
     num_layers: int
     """Transformer layers of the whole model."""
@@ -66,7 +70,8 @@ class Architecture:
 
 
 def architecture_from_config(model: ModelConfig, task_vocab_size: int) -> Architecture:
-    """The architecture that a from-scratch run config describes; the vocabulary is the task's unless it is set.
+    """The architecture that a from-scratch run config describes; the vocabulary is the task's unless it is
+    set.
 
     Raises `ValueError` naming the key when fields are missing or contradict each other.
     """
@@ -106,7 +111,9 @@ def architecture_from_config(model: ModelConfig, task_vocab_size: int) -> Archit
 
 
 def architecture_from_hf(path: str | Path) -> Architecture:
-    """Reads `config.json` of a Hugging Face folder. `ValueError` for a missing file or a part we do not have."""
+    """Reads `config.json` of a Hugging Face folder. `ValueError` for a missing file or a part we do not
+    have.
+    """
     config_path = Path(path) / "config.json"
     if not config_path.is_file():
         raise ValueError(f"model.hf_path={path}: expected a folder with a config.json.")
@@ -163,7 +170,9 @@ def _required(values: Mapping[str, Any], key: str, config_path: Path) -> Any:
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings: one mapping in newer configs, `rope_theta` and `rope_scaling` side by side in older ones."""
+    """Rotary settings: one mapping in newer configs, `rope_theta` and `rope_scaling` side by side in older
+    ones.
+    """
     merged = dict(values.get("rope_scaling") or {})
     if values.get("rope_theta") is not None:
         merged["rope_theta"] = values["rope_theta"]
@@ -171,7 +180,9 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], config_path: Path) -> None:
-    """`ValueError` for the first setting that would make this project compute another model than the folder holds."""
+    """`ValueError` for the first setting that would make this project compute another model than the folder
+    holds.
+    """
     rope = _rope_parameters(values)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     # Qwen2 writes a window into every config and says separately whether it is used.
@@ -180,7 +191,12 @@ def _refuse_unsupported(values: Mapping[str, Any], config_path: Path) -> None:
     rotary_share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     quantization = values.get("quantization_config")
     checks = [
-        ("model_type", values.get("model_type"), values.get("model_type") in ("llama", "qwen2"), "llama or qwen2"),
+        (
+            "model_type",
+            values.get("model_type"),
+            values.get("model_type") in ("llama", "qwen2"),
+            "llama or qwen2",
+        ),
         ("hidden_act", values.get("hidden_act", "silu"), values.get("hidden_act", "silu") == "silu", "silu"),
         ("rope_type", rope_type, rope_type == "default", "default (no rotary scaling)"),
         ("sliding_window", window, window is None, "none"),

@@ -1,7 +1,7 @@
 """Lets Megatron-core, which addresses CUDA by name, run on a CPU with gloo.
 
-Nothing happens on import. While `cpu_backend()` is open, calls that name a CUDA device are answered on the CPU and
-`torch.cuda`'s random generator is the CPU's; leaving the context puts every attribute back.
+Nothing happens on import. While `cpu_backend()` is open, calls that name a CUDA device are answered on the
+CPU and `torch.cuda`'s random generator is the CPU's; leaving the context puts every attribute back.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _CPU = torch.device("cpu")
 
 
 def resolve_device_type(backend: Literal["auto", "cpu", "cuda"]) -> DeviceType:
-    """The device type that `parallel.backend` means on this machine. `ValueError` for `cuda` without a device."""
+    """The device type that `parallel.backend` means on this machine. `ValueError` for `cuda` without a
+    device.
+    """
     has_cuda = torch.cuda.is_available()
     if backend == "cuda" and not has_cuda:
-        raise ValueError("parallel.backend='cuda', but there is no CUDA device here. Set parallel.backend='cpu'.")
+        raise ValueError(
+            "parallel.backend='cuda', but there is no CUDA device here. Set parallel.backend='cpu'."
+        )
     if backend == "auto":
         return "cuda" if has_cuda else "cpu"
     return backend
@@ -39,9 +43,9 @@ def cpu_backend_is_active() -> bool:
 def cpu_backend(backend: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[DeviceType]:
     """Redirects Megatron-core's CUDA calls to the CPU while open; yields the device type in use.
 
-    `auto` does nothing where there is a CUDA device and `cuda` never does anything; `cpu` redirects everywhere. A
-    nested request does nothing. The redirect of factory calls belongs to the thread that opened the context; it may
-    stay open for the life of the process.
+    `auto` does nothing where there is a CUDA device and `cuda` never does anything; `cpu` redirects
+    everywhere. A nested request does nothing. The redirect of factory calls belongs to the thread that opened
+    the context; it may stay open for the life of the process.
     """
     device_type = resolve_device_type(backend)
     if device_type == "cuda" or cpu_backend_is_active():

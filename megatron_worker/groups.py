@@ -1,4 +1,4 @@
-"""The process groups of a Megatron job as explicit handles: the only reader of Megatron's global parallel state."""
+"""Process groups of a Megatron job as explicit handles: the only reader of Megatron's global state."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from rlcore.groups import ParallelGroups
 
 
 def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed: int = 0) -> ParallelGroups:
-    """Starts torch.distributed (unless it runs already) and Megatron's parallel state; returns this rank's groups.
+    """Starts torch.distributed, unless it runs, and Megatron's parallel state; returns this rank's groups.
 
-    Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a `cpu_backend`
-    context must be open. `seed` seeds Megatron's dropout generators. Collective over all ranks.
+    Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a
+    `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. Collective over all ranks.
 
-    Raises `ValueError`, on every rank, when the world size does not factor or a Megatron job is already set up.
+    Raises `ValueError`, on every rank, when the world size does not factor or a Megatron job exists already.
     """
     if device_type == "cpu" and not cpu_backend_is_active():
-        raise ValueError("parallel.backend='cpu' needs an open megatron_worker.cpu_backend.cpu_backend() context.")
+        raise ValueError(
+            "parallel.backend='cpu' needs an open megatron_worker.cpu_backend.cpu_backend() context."
+        )
     if parallel_state.model_parallel_is_initialized():
         raise ValueError(
-            "Megatron's parallel state is already set up in this process. Use parallel_groups() to join that job, or "
-            "destroy_parallel() first."
+            "Megatron's parallel state is already set up in this process. Use parallel_groups() to join that "
+            "job, or destroy_parallel() first."
         )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     _check_factors(parallel, world_size)
@@ -47,7 +49,7 @@ def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed:
 
 
 def parallel_groups() -> ParallelGroups:
-    """This rank's groups of a Megatron job that is already set up. `ValueError` when there is none, or it uses CP."""
+    """This rank's groups of an existing Megatron job. `ValueError` when there is none, or it uses CP."""
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             "Megatron's parallel state is not set up. Call initialize_parallel(), or "
@@ -56,8 +58,8 @@ def parallel_groups() -> ParallelGroups:
     cp = _none_if_alone(parallel_state.get_context_parallel_group())
     if cp is not None:
         raise ValueError(
-            f"The job has context_parallel_size={dist.get_world_size(cp)}: expected 1. Megatron keeps no group that "
-            "spans tensor, pipeline and context parallelism."
+            f"The job has context_parallel_size={dist.get_world_size(cp)}: expected 1. Megatron keeps no "
+            "group that spans tensor, pipeline and context parallelism."
         )
     return ParallelGroups(
         tp=_none_if_alone(parallel_state.get_tensor_model_parallel_group()),
@@ -72,8 +74,8 @@ def parallel_groups() -> ParallelGroups:
 def destroy_parallel(*, torch_distributed: bool = False) -> None:
     """Ends Megatron's parallel state and its process groups, so that another layout can be set up.
 
-    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts. Collective
-    over all ranks: every rank has finished its work with the groups before any of them disappears.
+    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts.
+    Collective over all ranks: every rank has finished its work with the groups before any of them disappears.
     """
     if not dist.is_initialized():
         return
@@ -92,7 +94,7 @@ def _check_factors(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % replica:
         raise ValueError(
             f"{world_size} processes do not factor into model replicas of parallel.tp={parallel.tp} x "
-            f"parallel.pp={parallel.pp} = {replica}. Start a multiple of {replica} processes, or change tp/pp."
+            f"parallel.pp={parallel.pp} = {replica}. Start a multiple of {replica}, or change tp/pp."
         )
 
 
@@ -107,7 +109,13 @@ def _start_torch_distributed(parallel: ParallelConfig, device_type: DeviceType, 
         rank = int(os.environ.get("RANK", "0"))
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=torch.distributed.distributed_c10d.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+        )
 
 
 def _none_if_alone(group: Group) -> Group:

@@ -1,4 +1,4 @@
-"""Moves weights between Hugging Face folders and the sharded Megatron model; also draws initial weights by name."""
+"""Moves weights between Hugging Face folders and the sharded model; also draws initial weights by name."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from safetensors.torch import save_file
 
 from megatron_worker.architecture import Architecture, hf_config
 from megatron_worker.parameter_layouts import ReadSlice, hf_shapes, local_layer_name, stage_layouts
-from rlcore.collectives import all_gather, broadcast_, raise_together
+from rlcore.collectives import all_gather, broadcast_, group_rank, raise_together
 from rlcore.groups import ParallelGroups
 
 INIT_STD = 0.02
-"""Standard deviation of drawn weights, as in GPT-2; projections that end a block get it over sqrt(2 * layers)."""
+"""Standard deviation of drawn weights; projections that end a block get it over sqrt(2 * layers)."""
 MAX_FILE_BYTES = 4 * 2**30
-"""Weights are written in files of about this size, so that exporting never holds the whole model in memory."""
+"""Weights are written in files of about this size: no rank ever holds a large model as a whole."""
 _TIED_HEAD = "lm_head.weight"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab.*", "merges.txt")
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+    "vocab.*",
+    "merges.txt",
+)
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -36,14 +43,18 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def initialize_from_seed(model: torch.nn.Module, arch: Architecture, seed: int, groups: ParallelGroups) -> None:
-    """Draws this rank's weights. Each is a shard of a full tensor that depends on the seed and its name only, so every
-    layout holds the same model. Norms are 1, biases 0. No collective.
+def initialize_from_seed(
+    model: torch.nn.Module, arch: Architecture, seed: int, groups: ParallelGroups
+) -> None:
+    """Draws this rank's weights. Each is a shard of a full tensor that depends on the seed and its name only,
+    so every layout holds the same model. Norms are 1, biases 0. No collective.
     """
     shapes = hf_shapes(arch)
 
     def read(hf_name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        return _drawn_tensor(hf_name, shapes[hf_name], arch.num_layers, seed).narrow(axis, start, stop - start)
+        return _drawn_tensor(hf_name, shapes[hf_name], arch.num_layers, seed).narrow(
+            axis, start, stop - start
+        )
 
     _fill(model, arch, groups, read)
 
@@ -60,11 +71,13 @@ def _drawn_tensor(hf_name: str, shape: tuple[int, ...], num_layers: int, seed: i
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def load_hf_weights(model: torch.nn.Module, arch: Architecture, path: str | Path, groups: ParallelGroups) -> None:
-    """Fills this rank's stage from the safetensors of a Hugging Face folder, reading only the slices it needs.
+def load_hf_weights(
+    model: torch.nn.Module, arch: Architecture, path: str | Path, groups: ParallelGroups
+) -> None:
+    """Fills this rank's stage from a Hugging Face folder's safetensors, reading only the slices it needs.
 
-    Raises `ValueError`, on every rank, when a tensor is missing, left over, or of another shape than `arch` says.
-    Load before the optimizer is built: it copies the weights. One collective over the world.
+    Raises `ValueError`, on every rank, when a tensor is missing, left over, or of another shape than `arch`
+    says. Load before the optimizer is built: it copies the weights. One collective over the world.
     """
     error: Exception | None = None
     try:
@@ -78,7 +91,7 @@ def load_hf_weights(model: torch.nn.Module, arch: Architecture, path: str | Path
 
 
 def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
-    """Copies what `read` returns into every parameter; `ValueError` naming parameters without a source or a place."""
+    """Copies what `read` returns into every parameter; `ValueError` naming those that do not fit."""
     layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
     parameters = {local_layer_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
     if parameters.keys() != layouts.keys():
@@ -91,7 +104,9 @@ def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, re
         for name, parameter in parameters.items():
             shard = layouts[name].shard(read, groups.tp_rank, groups.tp_size)
             if shard.shape != parameter.shape:
-                raise ValueError(f"{name}: the model holds {tuple(parameter.shape)}, the weights {tuple(shard.shape)}.")
+                raise ValueError(
+                    f"{name}: the model holds {tuple(parameter.shape)}, the weights {tuple(shard.shape)}."
+                )
             parameter.copy_(shard)
 
 
@@ -108,7 +123,7 @@ class _WeightFolder:
         else:
             raise ValueError(f"{path}: expected {_WEIGHTS} or {_INDEX}. Convert the weights to safetensors.")
         files = [safe_open(str(path / name), framework="pt") for name in names]
-        self._slices = {key: file.get_slice(key) for file in files for key in file.keys()}
+        self._slices = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118 (no mapping)
 
     def check(self, arch: Architecture) -> None:
         """`ValueError` unless the folder holds exactly the tensors of the architecture, in its shapes."""
@@ -117,7 +132,8 @@ class _WeightFolder:
             name
             for name in self._slices
             # Old folders also store the rotary frequencies, which follow from the config.
-            if not name.endswith("rotary_emb.inv_freq") and not (arch.tie_word_embeddings and name == _TIED_HEAD)
+            if not name.endswith("rotary_emb.inv_freq")
+            and not (arch.tie_word_embeddings and name == _TIED_HEAD)
         }
         missing, unused = sorted(expected.keys() - found), sorted(found - expected.keys())
         if missing or unused:
@@ -128,7 +144,8 @@ class _WeightFolder:
         for name, shape in expected.items():
             if tuple(self._slices[name].get_shape()) != shape:
                 raise ValueError(
-                    f"{self._path}: {name} has shape {tuple(self._slices[name].get_shape())}, config.json says {shape}."
+                    f"{self._path}: {name} has shape {tuple(self._slices[name].get_shape())}, "
+                    f"config.json says {shape}."
                 )
 
     def read(self, hf_name: str, axis: int, start: int, stop: int) -> torch.Tensor:
@@ -148,9 +165,9 @@ def export_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF name, full tensor on the CPU) for every weight, on every rank, in model order.
 
-    Padding rows of the vocabulary are cut and a tied head is left out. Collectives, per Megatron parameter: one
-    broadcast of a TP shard over the pipeline group and one all-gather over the tensor group, so every rank must
-    exhaust the iterator. At most one parameter is held in full at a time.
+    Padding rows of the vocabulary are cut and a tied head is left out. Collectives, per Megatron parameter:
+    one broadcast of a TP shard over the pipeline group and one all-gather over the tensor group, so every
+    rank must exhaust the iterator. At most one parameter is held in full at a time.
     """
     bare = unwrap(model)
     parameters = {local_layer_name(name): parameter for name, parameter in bare.named_parameters()}
@@ -177,14 +194,15 @@ def save_hf(
     groups: ParallelGroups,
     source: str | Path | None = None,
 ) -> None:
-    """Writes the policy as a Hugging Face folder: config.json and safetensors, and the tokenizer of folder `source`.
+    """Writes the policy as a Hugging Face folder, with the tokenizer of folder `source`.
 
-    The first rank writes into a temporary folder beside `path` and renames it, replacing an older folder; no rank
-    returns before it is in place. Raises `ValueError` on every rank when writing fails. Collective over the world.
+    The first rank writes into a temporary folder beside `path` and renames it, replacing an older folder; no
+    rank returns before it is in place. Raises `ValueError` on every rank when writing fails. Collective over
+    the world.
     """
     target = Path(path)
     draft = target.with_name(f".{target.name}.incomplete")
-    writes = groups.world is None or torch.distributed.get_rank() == 0
+    writes = group_rank(groups.world) == 0
     tensors = export_hf_tensors(model, arch, groups)
     error: Exception | None = None
     try:
@@ -227,7 +245,9 @@ def _write_folder(
     if len(files) == 1:
         os.rename(draft / files[0], draft / _WEIGHTS)
     else:
-        (draft / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}, indent=1), encoding="utf-8")
+        (draft / _INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": file_of}, indent=1), encoding="utf-8"
+        )
     config = hf_config(arch, dtype)
     if source is not None:
         config = _copy_companions(Path(source), draft) | config
@@ -244,7 +264,7 @@ def _copy_companions(source: Path, draft: Path) -> dict[str, object]:
 
 
 def _replace(draft: Path, target: Path) -> None:
-    """Puts the finished folder in place. A reader sees the old folder, none, or the new one; never a mixture."""
+    """Puts the finished folder in place: a reader sees the old one, none, or the new one, no mixture."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

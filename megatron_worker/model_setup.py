@@ -30,8 +30,9 @@ DtypeName = Literal["float32", "bfloat16"]
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm built the way Megatron builds a norm.
 
-    Under sequence parallelism each TP rank normalises its share of the tokens, so the weight's gradient is a partial
-    sum; the `sequence_parallel` mark makes Megatron add the shares up. Megatron's own wrapper refuses that layout.
+    Under sequence parallelism each TP rank normalises its share of the tokens, so the weight's gradient is a
+    partial sum; the `sequence_parallel` mark makes Megatron add the shares up. Megatron's own wrapper refuses
+    that layout.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -46,13 +47,17 @@ def torch_dtype(dtype: DtypeName) -> torch.dtype:
 
 
 def uses_transformer_engine() -> bool:
-    """Are layers built from Transformer Engine modules? Only where it is installed and the model is on a GPU."""
+    """Are layers built from Transformer Engine modules? Only where it is installed and the model is on a
+    GPU.
+    """
     on_gpu = torch.cuda.is_available() and not cpu_backend_is_active()
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: DtypeName) -> TransformerConfig:
-    """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the model."""
+    """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the
+    model.
+    """
     check_layout(arch, parallel)
     on_cpu = cpu_backend_is_active()
     return TransformerConfig(
@@ -93,14 +98,18 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
     check_tp_divides(parallel.tp, arch.num_attention_heads, arch.num_query_groups, source="model")
     if arch.ffn_hidden_size % parallel.tp:
         raise ValueError(
-            f"parallel.tp={parallel.tp} does not divide model.ffn_hidden_size={arch.ffn_hidden_size}. Change parallel.tp."
+            f"parallel.tp={parallel.tp} does not divide model.ffn_hidden_size={arch.ffn_hidden_size}. "
+            "Change parallel.tp."
         )
     if arch.num_layers % parallel.pp:
         raise ValueError(
-            f"parallel.pp={parallel.pp} does not divide model.num_layers={arch.num_layers}. Change parallel.pp."
+            f"parallel.pp={parallel.pp} does not divide model.num_layers={arch.num_layers}. "
+            "Change parallel.pp."
         )
     if parallel.sequence_parallel and parallel.tp == 1:
-        raise ValueError("parallel.sequence_parallel=true needs parallel.tp > 1. Set it to false or raise tp.")
+        raise ValueError(
+            "parallel.sequence_parallel=true needs parallel.tp > 1. Set it to false or raise tp."
+        )
 
 
 def build_model(
@@ -108,7 +117,8 @@ def build_model(
 ) -> GPTModel:
     """This rank's stage as a bare module with undefined weights: load or draw them next.
 
-    The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the replica.
+    The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the
+    replica.
     """
     config = transformer_config(arch, parallel, dtype)
     model = GPTModel(
@@ -130,7 +140,8 @@ def build_model(
 def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelGroups) -> None:
     """Marks the parameters that TP cuts, as Megatron's initialisation, which we skip, would.
 
-    Without the mark Megatron takes a shard for a copy and leaves the other ranks' shards out of the gradient norm.
+    Without the mark Megatron takes a shard for a copy and leaves the other ranks' shards out of the gradient
+    norm.
     """
     layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
     for name, parameter in model.named_parameters():
@@ -146,7 +157,9 @@ def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> ModuleSpec | T
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=RMSNorm
+    )
 
 
 def wrap_ddp(model: GPTModel, parallel: ParallelConfig) -> DistributedDataParallel:

@@ -17,13 +17,14 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam over the stage's chunks, and the schedule; call `scheduler.step(1)` after each optimizer step.
 
-    The optimizer state is sharded over data-parallel ranks when the chunks were wrapped for that. `total_steps` counts
-    optimizer steps. Raises `ValueError` when the warm-up is not shorter than the run. Collective over all ranks.
+    The optimizer state is sharded over data-parallel ranks when the chunks were wrapped for that.
+    `total_steps` counts optimizer steps. Raises `ValueError` when the warm-up is not shorter than the run.
+    Collective over all ranks.
     """
     if optimizer.warmup_steps >= total_steps:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is not below the run's {total_steps} optimizer steps. "
-            "Lower it, or raise train.steps."
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is not below the run's {total_steps} optimizer "
+            "steps. Lower it, or raise train.steps."
         )
     model_config = model_chunks[0].config
     megatron_config = MegatronOptimizerConfig(
@@ -39,7 +40,9 @@ def build_optimizer(
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=model_chunks[0].ddp_config.use_distributed_optimizer,
     )
-    megatron_optimizer = get_megatron_optimizer(megatron_config, list(model_chunks), use_gloo_process_groups=False)
+    megatron_optimizer = get_megatron_optimizer(
+        megatron_config, list(model_chunks), use_gloo_process_groups=False
+    )
     scheduler = OptimizerParamScheduler(
         megatron_optimizer,
         init_lr=0.0,

@@ -1,7 +1,9 @@
-"""How each Megatron parameter is cut out of Hugging Face tensors: names, fusion and TP shards, in both directions.
+"""How each Megatron parameter is cut out of Hugging Face tensors: names, fusion and TP shards, in both
+directions.
 
-Megatron names are those of its local layers; `local_layer_name` translates Transformer Engine's. HF names are those of
-the Llama and Qwen2 families, which agree. Loaders hand in `read(hf_name, axis, start, stop)`, which returns one slice.
+Megatron names are those of its local layers; `local_layer_name` translates Transformer Engine's. HF names are
+those of the Llama and Qwen2 families, which agree. Loaders hand in `read(hf_name, axis, start, stop)`, which
+returns one slice.
 """
 
 from __future__ import annotations
@@ -156,7 +158,9 @@ class FusedGateUp:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedQkv:
-    """Query, key and value rows, interleaved per key/value head: its queries, its key, its value, then the next."""
+    """Query, key and value rows, interleaved per key/value head: its queries, its key, its value, then the
+    next.
+    """
 
     names: tuple[str, str, str]
     num_heads: int
@@ -183,7 +187,9 @@ class FusedQkv:
     def shard(self, read: ReadSlice, tp_rank: int, tp_size: int) -> torch.Tensor:
         groups = self.num_groups // tp_size
         parts = [
-            read(name, 0, tp_rank * groups * rows, (tp_rank + 1) * groups * rows).reshape(groups, rows, *self.tail)
+            read(name, 0, tp_rank * groups * rows, (tp_rank + 1) * groups * rows).reshape(
+                groups, rows, *self.tail
+            )
             for name, rows in zip(self.names, self._rows_per_group, strict=True)
         ]
         return torch.cat(parts, dim=1).reshape(-1, *self.tail)
@@ -196,11 +202,15 @@ class FusedQkv:
 
 
 def layer_layouts(arch: Architecture, layer: int) -> dict[str, ParameterLayout]:
-    """Layouts of one transformer layer by the parameter's name inside the layer; `layer` counts over all stages."""
+    """Layouts of one transformer layer by the parameter's name inside the layer; `layer` counts over all
+    stages.
+    """
     prefix = f"model.layers.{layer}."
     attention = prefix + "self_attn."
     layouts: dict[str, ParameterLayout] = {
-        "input_layernorm.weight": Replicated(hf_name=prefix + "input_layernorm.weight", size=arch.hidden_size),
+        "input_layernorm.weight": Replicated(
+            hf_name=prefix + "input_layernorm.weight", size=arch.hidden_size
+        ),
         "self_attention.linear_qkv.weight": _fused_qkv(arch, attention, "weight", (arch.hidden_size,)),
         "self_attention.linear_proj.weight": InputColumns(
             hf_name=attention + "o_proj.weight",
@@ -226,7 +236,9 @@ def layer_layouts(arch: Architecture, layer: int) -> dict[str, ParameterLayout]:
 
 
 def stage_layouts(arch: Architecture, pp_size: int, stage: int) -> dict[str, ParameterLayout]:
-    """Layouts of every parameter of one pipeline stage, by Megatron's name (layers count from 0 in each stage)."""
+    """Layouts of every parameter of one pipeline stage, by Megatron's name (layers count from 0 in each
+    stage).
+    """
     layouts: dict[str, ParameterLayout] = {}
     embedding = _vocab_rows(arch, "model.embed_tokens.weight")
     if stage == 0:
@@ -236,7 +248,9 @@ def stage_layouts(arch: Architecture, pp_size: int, stage: int) -> dict[str, Par
         for name, layout in layer_layouts(arch, stage * num_layers + layer).items():
             layouts[f"decoder.layers.{layer}.{name}"] = layout
     if stage == pp_size - 1:
-        layouts["decoder.final_layernorm.weight"] = Replicated(hf_name="model.norm.weight", size=arch.hidden_size)
+        layouts["decoder.final_layernorm.weight"] = Replicated(
+            hf_name="model.norm.weight", size=arch.hidden_size
+        )
         if not arch.tie_word_embeddings:
             layouts["output_layer.weight"] = _vocab_rows(arch, "lm_head.weight")
         elif pp_size > 1:
@@ -248,12 +262,16 @@ def stage_layouts(arch: Architecture, pp_size: int, stage: int) -> dict[str, Par
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the HF model, in model order; a tied head has none of its own."""
     return {
-        name: shape for layout in stage_layouts(arch, 1, 0).values() for name, shape in layout.hf_shapes().items()
+        name: shape
+        for layout in stage_layouts(arch, 1, 0).values()
+        for name, shape in layout.hf_shapes().items()
     }
 
 
 def local_layer_name(name: str) -> str:
-    """A parameter's name in Megatron's local layers; Transformer Engine fuses the norms into the next projection."""
+    """A parameter's name in Megatron's local layers; Transformer Engine fuses the norms into the next
+    projection.
+    """
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
