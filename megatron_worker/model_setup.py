@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_worker.architecture import Architecture
 from megatron_worker.cpu_backend import cpu_backend_is_active
 from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
-from rlcore.config import ParallelConfig, check_tp_divides
+from rlcore.config import ParallelConfig
+from rlcore.config_rules import check_tp_divides
 from rlcore.groups import ParallelGroups
 
 DtypeName = Literal["float32", "bfloat16"]

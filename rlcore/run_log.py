@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlcore.batch import StepResult
-from rlcore.config import ConfigError, RunConfig, to_plain
+from rlcore.config import RunConfig, to_plain
+from rlcore.config_parse import ConfigError
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

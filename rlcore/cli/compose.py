@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import rlcore
-from rlcore.config import ConfigError, RunConfig, load_run_config
+from rlcore.config import RunConfig, load_run_config
+from rlcore.config_parse import ConfigError
 
 
 def config_folder() -> Path:

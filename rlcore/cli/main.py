@@ -66,7 +66,7 @@ def run_train(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Checks the config, then starts the ranks, or is one of them. Returns the exit code."""
     from rlcore.cli import launch
     from rlcore.cli.compose import compose_run_config
-    from rlcore.config import check_world
+    from rlcore.config_rules import check_world
     from rlcore.run_log import check_run_folder
 
     launch.join_slurm(os.environ)

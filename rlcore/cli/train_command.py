@@ -12,7 +12,6 @@ from rlcore.config import RunConfig
 def train_rank(config: RunConfig) -> None:
     """Runs the config on this rank of an already started run."""
     from megatron_worker.worker import MegatronWorker
-
     from rlcore.cli.progress import make_display
     from rlcore.cli.report import write_report
     from rlcore.rollout.policy_sampler import PolicySampler
@@ -26,7 +25,11 @@ def train_rank(config: RunConfig) -> None:
     with ExitStack() as stack:
         stack.callback(worker.close)
         engine = PolicySampler(
-            worker.decoder, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens
+            worker.decoder,
+            config.sampling.spec(),
+            task.eos_id,
+            config.rollout.max_new_tokens,
+            worker.arch.max_position_embeddings,
         )
         if os.environ["RANK"] != "0":
             train(config, worker, engine, task, SilentLog())

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlcore.batch import Prompt
-from rlcore.config import ConfigError, TaskConfig
+from rlcore.config import TaskConfig
+from rlcore.config_parse import ConfigError
 
 
 class ReasoningGymTask:
