@@ -1,0 +1,65 @@
+"""A real pretrained model on Megatron computes what transformers computes, in every layout its heads allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rank_pool import run_ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+TEXT = "What is 2+3? Two plus three equals five, which is a prime number."
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path):
+    """Token ids `[1, L]` and transformers' float32 log-probabilities `[L, V]`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    ids_sl = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return ids_sl, model(ids_sl).logits[0].log_softmax(-1)
+
+
+def _logprobs(rank, world_size, path, ids_sl, parallel_values):
+    """`[L, V]` log-probabilities on the last stage."""
+    from megatron_worker.architecture import architecture_from_hf
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.groups import destroy_parallel, initialize_parallel
+    from megatron_worker.hf_bridge import load_hf_weights
+    from megatron_worker.model_setup import build_model
+    from rlcore.config import ParallelConfig
+    from tests.megatron.stage_runner import full_logits
+
+    parallel = ParallelConfig(**parallel_values)
+    with cpu_backend("cpu"):
+        groups = initialize_parallel(parallel, "cpu")
+        arch = architecture_from_hf(path)
+        model = build_model(arch, parallel, "float32", groups)
+        load_hf_weights(model, arch, path, groups)
+        logits = full_logits(model, arch, groups, ids_sl)
+        leads = groups.tp_rank == 0
+        destroy_parallel()
+    return logits[0].log_softmax(-1) if logits is not None and leads else None
+
+
+def test_the_reference_is_a_language_model(reference):
+    """Guards the fetch tool: dequantised wrongly, the weights would give noise (ln 49,152 = 10.8 nats a token)."""
+    ids_sl, logprob_lv = reference
+    nats = -logprob_lv[:-1].gather(-1, ids_sl[0, 1:, None]).mean()
+    assert nats < 3.5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, {}), (2, {"pp": 2}), (3, {"tp": 3}), (6, {"tp": 3, "pp": 2})],
+    ids=["tp1", "pp2", "tp3", "tp3pp2"],
+)
+def test_logprobs_equal_transformers(smollm2_path, reference, world_size, parallel):
+    ids_sl, expected_lv = reference
+    results = run_ranks(_logprobs, world_size, smollm2_path, ids_sl, parallel)
+    (logprob_lv,) = [result for result in results if result is not None]
+    torch.testing.assert_close(logprob_lv, expected_lv, rtol=0, atol=1e-4)
