@@ -1,0 +1,299 @@
+"""The loop with a toy policy behind its real Protocols: it learns, logs, refuses bad rewards, shares work over ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlcore.batch import Prompt, Rollout
+from rlcore.config import load_run_config
+from rlcore.groups import ParallelGroups
+from rlcore.rollout.policy_sampler import PolicySampler
+from rlcore.rollout.tasks import make_task
+from rlcore.run_log import RunLog, SilentLog, check_run_folder, read_metrics
+from rlcore.trainer import own_prompts, responses, rollout_seed, score, train
+from tests.rank_pool import run_ranks
+from tests.toy_worker import ToyWorker, toy_config
+
+
+class RecordingLog:
+    def __init__(self):
+        self.records = []
+
+    def step(self, step, metrics, updates):
+        self.records.append({"step": step, **metrics, **updates[-1].metrics, "updates": len(updates)})
+
+
+class NoDisplay:
+    def __init__(self):
+        self.notes = []
+
+    def step(self, record):
+        pass
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def run(config, log=None, groups=None, task=None):
+    """Trains the toy policy; returns its worker and the records of its log."""
+    torch.manual_seed(config.seed)
+    task = task or make_task(config.task, None, config.seed)
+    worker = ToyWorker(config, task.vocab_size, groups)
+    engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
+    log = log or RecordingLog()
+    train(config, worker, engine, task, log)
+    return worker, getattr(log, "records", None)
+
+
+def test_reward_rises_and_the_ratio_starts_at_one():
+    """30 steps of the echo task from a uniform policy: 0.1 at first; trainer and sampler agree under truncation."""
+    _, records = run(toy_config(train={"steps": 30, "microbatch_size": 8}))
+    rewards = [record["reward/mean"] for record in records]
+    assert sum(rewards[-10:]) / 10 > 0.3 > 0.15 > sum(rewards[:5]) / 5
+    assert max(record["mismatch/abs_max"] for record in records) < 1e-4
+    assert all(record["mismatch/out_of_support"] == 0.0 for record in records)
+
+
+def test_a_run_is_repeatable_and_its_seed_matters():
+    config = {"train": {"steps": 3, "microbatch_size": 8}}
+    tables = [run(toy_config(seed=seed, **config))[0].table.detach() for seed in (0, 0, 1)]
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+
+
+def test_minibatches_and_epochs_cover_the_rows_in_order():
+    config = toy_config(train={"steps": 1, "microbatch_size": 8, "minibatch_size": 16, "epochs": 2})
+    worker, records = run(config)
+    assert [batch.num_sequences for batch in worker.steps] == [16] * 8 and records[0]["updates"] == 8
+    first, second = worker.steps[:4], worker.steps[4:]
+    for name in ("ids_sl", "advantage_sl", "old_logprob_sl", "token_mask_sl"):
+        whole = torch.cat([getattr(batch, name) for batch in first])
+        assert torch.equal(whole, torch.cat([getattr(batch, name) for batch in second])), (
+            "epoch 2 sees the same batch"
+        )
+    assert first[0].reference_logprob_sl is None
+
+
+def test_a_kl_term_asks_for_the_reference():
+    worker, _ = run(toy_config(loss={"kl_coef": 0.1}, train={"steps": 1, "microbatch_size": 8}))
+    reference_sl = worker.steps[0].reference_logprob_sl
+    assert reference_sl is not None and reference_sl[0, 0] == pytest.approx(-math.log(9), abs=1e-6)
+
+
+def test_the_policy_is_saved_when_due():
+    train_section = {"steps": 5, "microbatch_size": 8, "save_every": 2, "save_final": True}
+    worker, _ = run(toy_config(run_dir="runs/x", train=train_section))
+    assert worker.saved == [f"runs/x/policy/step_{done}" for done in (2, 4, 5)]
+
+
+def test_advantages_reach_response_tokens_only():
+    worker, _ = run(toy_config(train={"steps": 1, "microbatch_size": 8}))
+    batch = worker.steps[0]
+    assert (batch.advantage_sl[~batch.token_mask_sl] == 0).all()
+    per_row = [
+        set(row[mask].tolist()) for row, mask in zip(batch.advantage_sl, batch.token_mask_sl, strict=True)
+    ]
+    assert all(len(values) == 1 for values in per_row) and len(set.union(*per_row)) > 2
+
+
+def test_responses_drop_the_end_token_only_where_there_is_one():
+    rollout = Rollout(
+        ids_sl=torch.tensor([[5, 6, 7, 1, 0], [5, 7, 7, 7, 7]]),
+        prompt_length_s=torch.tensor([2, 1]),
+        length_s=torch.tensor([4, 5]),
+        sampler_logprob_sl=torch.zeros(2, 5),
+        finished_s=torch.tensor([True, False]),
+        group_id_s=torch.tensor([0, 1]),
+    )
+    assert list(responses(rollout)) == [[7], [7, 7, 7, 7]]
+
+
+def test_rewards_find_their_prompt_by_group_id():
+    """Rows in another order than the prompts: the id decides."""
+    prompts = [Prompt(ids=[3], group_id=10, answer=1.0), Prompt(ids=[4], group_id=11, answer=2.0)]
+    rollout = Rollout(
+        ids_sl=torch.tensor([[4, 1], [3, 1]]),
+        prompt_length_s=torch.tensor([1, 1]),
+        length_s=torch.tensor([2, 2]),
+        sampler_logprob_sl=torch.zeros(2, 2),
+        finished_s=torch.tensor([True, True]),
+        group_id_s=torch.tensor([11, 10]),
+    )
+
+    class AnswerTask:
+        def reward(self, prompt, response_ids):
+            return prompt.answer
+
+    assert score(rollout, prompts, AnswerTask(), ParallelGroups()).tolist() == [2.0, 1.0]  # type: ignore[arg-type]
+
+
+def test_seeds_differ_between_steps_and_ranks():
+    seeds = {rollout_seed(seed, step, rank) for seed in range(3) for step in range(20) for rank in range(4)}
+    assert len(seeds) == 240 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+class BadTask:
+    """The echo task, but one response of step 2 is graded badly."""
+
+    def __init__(self, config, outcome):
+        self._echo = make_task(config.task, None, config.seed)
+        self._outcome = outcome
+        self.eos_id, self.vocab_size = self._echo.eos_id, self._echo.vocab_size
+
+    def prompts(self, step, num_prompts):
+        self._step = step
+        return self._echo.prompts(step, num_prompts)
+
+    def decode(self, ids):
+        return self._echo.decode(ids)
+
+    def reward(self, prompt, response_ids):
+        if self._step < 2:
+            return self._echo.reward(prompt, response_ids)
+        if self._outcome == "raises":
+            raise KeyError("grade")
+        return self._outcome
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        ("raises", "sample 0: the reward function raised KeyError: 'grade'"),
+        (math.nan, "sample 0: the reward function returned nan"),
+        (math.inf, "returned inf"),
+        (None, "raised TypeError"),
+    ],
+)
+def test_a_bad_reward_stops_the_step_before_the_update(tmp_path, outcome, message):
+    """Two steps are in the folder, whole; the third moved no weight and left no line."""
+    config = toy_config(run_dir=str(tmp_path / "run"), train={"steps": 4, "microbatch_size": 8})
+    task = BadTask(config, outcome)
+    torch.manual_seed(0)
+    worker = ToyWorker(config, task.vocab_size)
+    engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, 4, 16)
+    with RunLog(config, NoDisplay()) as log, pytest.raises(ValueError, match=message):
+        train(config, worker, engine, task, log)
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]
+    assert len(worker.steps) == 2
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path):
+    config = toy_config(run_dir=str(tmp_path / "run"), train={"steps": 1, "microbatch_size": 8})
+    task = BadTask(config, math.nan)
+    task.prompts = lambda step, n: (setattr(task, "_step", 2), task._echo.prompts(step, n))[1]
+    with RunLog(config, NoDisplay()) as log, pytest.raises(ValueError, match="returned nan"):
+        run(config, log, task=task)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_run_folder(tmp_path):
+    """Config with every default, one JSON line a step, the updates of a step, TensorBoard; never a second run unasked."""
+    folder = tmp_path / "run"
+    config = toy_config(
+        run_dir=str(folder), train={"steps": 2, "microbatch_size": 8, "minibatch_size": 32}, seed=3
+    )
+    with RunLog(config, NoDisplay()) as log:
+        run(config, log)
+    from omegaconf import OmegaConf
+
+    assert load_run_config(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))) == config  # type: ignore
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert {"reward/mean", "loss", "mismatch/abs_max", "time/tokens_per_s", "update/skipped"} <= set(lines[0])
+    updates = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["update"]) for line in updates] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert list((folder / "tensorboard").glob("events*"))
+    with pytest.raises(ValueError, match="--overwrite"):
+        check_run_folder(config, overwrite=False)
+    with RunLog(config, NoDisplay()) as log:
+        run(config, log)
+    assert len(read_metrics(folder)) == 2
+
+
+def _train_ranks(rank, world_size, config):
+    groups = ParallelGroups(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, world=dist.group.WORLD)
+    worker, records = run(config, groups=groups)
+    rows = sorted(worker.steps[0].ids_sl[:, 0].tolist())
+    return records, worker.table.detach(), len(rows), float(worker.steps[0].token_mask_sl.sum())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_data_parallel_ranks_share_the_prompts(world_size):
+    """Every rank draws its own share; weights and reported metrics are the same on all; counts add up to the whole."""
+    config = toy_config(train={"steps": 3, "microbatch_size": 8})
+    results = run_ranks(_train_ranks, world_size, config)
+    records, table = results[0][:2]
+    for other, other_table, num_rows, _ in results:
+        assert torch.equal(table, other_table)
+        assert num_rows == 64 // world_size
+        for mine, theirs in zip(records, other, strict=True):
+            assert {k: v for k, v in mine.items() if not k.startswith("time")} == {
+                k: v for k, v in theirs.items() if not k.startswith("time")
+            }
+    assert records[0]["response/length"] * 64 == pytest.approx(sum(result[3] for result in results))
+
+
+class LeaderTask(BadTask):
+    """Counts how often it is asked, and fails on one rank only."""
+
+    def __init__(self, config, failing_rank):
+        super().__init__(config, None)
+        self.failing_rank, self.calls, self._step = failing_rank, 0, 0
+
+    def reward(self, prompt, response_ids):
+        self.calls += 1
+        if dist.get_rank() == self.failing_rank:
+            raise RuntimeError("boom")
+        return float(len(response_ids))
+
+
+def _score_ranks(rank, world_size, config, failing_rank):
+    """Two replicas of two ranks: (0, 1) and (2, 3)."""
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = ParallelGroups(
+        model=replicas[rank // 2], tp=replicas[rank // 2], dp=columns[rank % 2], world=dist.group.WORLD
+    )
+    task = LeaderTask(config, failing_rank)
+    prompts = own_prompts(task.prompts(0, 4), groups)
+    rows = len(prompts)
+    rollout = Rollout(
+        ids_sl=torch.full((rows, 8), 3),
+        prompt_length_s=torch.ones(rows, dtype=torch.int64),
+        length_s=torch.arange(2, 2 + rows) + 2 * groups.dp_rank,
+        sampler_logprob_sl=torch.zeros(rows, 8),
+        finished_s=torch.zeros(rows, dtype=torch.bool),
+        group_id_s=torch.tensor([prompt.group_id for prompt in prompts]),
+    )
+    try:
+        return score(rollout, prompts, task, groups).tolist(), task.calls, ""
+    except ValueError as error:
+        return None, task.calls, str(error)
+
+
+@pytest.mark.distributed
+def test_rewards_are_computed_once_per_replica():
+    results = run_ranks(_score_ranks, 4, toy_config(), -1)
+    assert [result[0] for result in results] == [[1.0, 2.0]] * 2 + [[3.0, 4.0]] * 2
+    assert [result[1] for result in results] == [2, 0, 2, 0]
+
+
+@pytest.mark.distributed
+def test_one_bad_reward_raises_on_every_rank():
+    results = run_ranks(_score_ranks, 4, toy_config(), 2)
+    assert all("the reward function raised RuntimeError: boom" in result[2] for result in results)
+
+
+def test_prompts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="prompts_per_step"):
+        own_prompts([], ParallelGroups())
+
+
+def test_silent_log_does_nothing():
+    SilentLog().step(0, {}, [])
