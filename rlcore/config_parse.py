@@ -26,7 +26,8 @@ def all_key_paths(cls: type, path: str = "") -> list[str]:
     paths = []
     for name, hint in typing.get_type_hints(cls).items():
         here = f"{path}.{name}".lstrip(".")
-        paths += all_key_paths(hint, here) if dataclasses.is_dataclass(hint) else [here]
+        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        paths += all_key_paths(hint, here) if is_section else [here]
     return paths
 
 
@@ -41,8 +42,8 @@ def _build(cls: type, values: Any, path: str, root: type) -> Any:
         here = f"{path}.{key}".lstrip(".")
         if key not in known:
             raise ConfigError(_unknown_key_message(here, str(key), known, root))
-        hint = hints[key]
-        is_section = dataclasses.is_dataclass(hint)
+        hint: Any = hints[key]
+        is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         built[key] = _build(hint, value, here, root) if is_section else _coerce(hint, value, here)
     return cls(**built)
 

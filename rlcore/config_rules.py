@@ -1,4 +1,4 @@
-"""The rules of a run config: one function per rule, named after it. `ConfigError` names the key and the fix."""
+"""The rules of a run config: one function per rule, named after it. `ConfigError` names key and fix."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def check_model_source(config: RunConfig) -> None:
 
 
 def check_heads_divide(config: RunConfig) -> None:
-    """TP divides query and key/value heads. From-scratch models; Hugging Face folders are checked on reading."""
+    """TP divides query and key/value heads of a from-scratch model; folders are checked on reading."""
     model = config.model
     if model.hf_path is not None or model.num_attention_heads is None:
         return

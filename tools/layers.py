@@ -42,15 +42,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.layout": CORE,
     "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.cli": ("rlcore", "megatron_worker"),
-    "rlcore": (),
-    "megatron_worker": (
-        *CORE,
-        *INTERFACES,
-        "rlcore.ops",
-        "rlcore.layout",
-    ),
+    "megatron_worker": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout"),
 }
-"""Imports point one way: the trainer sees only interfaces; megatron_worker never sees the loop or the command."""
+"""Imports point one way: the trainer sees only interfaces; megatron_worker never sees the loop."""
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron": ("megatron_worker",),
@@ -123,7 +117,7 @@ def why_forbidden(module: str, found: Import) -> str | None:
 
 
 def is_under(name: str, prefix: str) -> bool:
-    """Is `name` the package `prefix` or inside it? Bare `rlcore` stands for everything in it only as a permission."""
+    """Is `name` the package `prefix` or inside it?"""
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -156,9 +150,9 @@ def lazy_line_numbers(tree: ast.Module) -> set[int]:
     """Lines inside functions or `if TYPE_CHECKING:`: importing the file does not run them."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if is_function or is_typing:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
