@@ -1,4 +1,4 @@
-"""A real pretrained model on Megatron computes what transformers computes, in every layout its heads allow."""
+"""A real pretrained model on Megatron computes what transformers computes, in several layouts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _logprobs(rank, world_size, path, ids_sl, parallel_values):
 
 
 def test_the_reference_is_a_language_model(reference):
-    """Guards the fetch tool: dequantised wrongly, the weights would give noise (ln 49,152 = 10.8 nats a token)."""
+    """Guards the fetch tool: wrongly dequantised weights give noise (ln 49,152 = 10.8 nats a token)."""
     ids_sl, logprob_lv = reference
     nats = -logprob_lv[:-1].gather(-1, ids_sl[0, 1:, None]).mean()
     assert nats < 3.5

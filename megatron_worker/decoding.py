@@ -1,0 +1,153 @@
+"""Next-token logits of the policy for the embedded sampler, through Megatron's schedule and KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_worker.architecture import Architecture
+from megatron_worker.hf_bridge import unwrap
+from rlcore.config import ParallelConfig
+from rlcore.groups import ParallelGroups
+
+
+class MegatronDecoder:
+    """Implements `rlcore.interfaces.DecodingModel` on one stage of a (possibly wrapped) `GPTModel`.
+
+    Keys and values of seen tokens are cached, so a step costs one token. Sequence parallelism shards tokens
+    over TP ranks, which one token cannot be: the decoder then runs the whole sequence at every step, padded
+    to a multiple of TP. Weights are read at each call; after an update call `start_decoding` again.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, arch: Architecture, parallel: ParallelConfig, groups: ParallelGroups
+    ) -> None:
+        self.groups = groups
+        self.vocab_size = arch.vocab_size
+        self.device = next(model.parameters()).device
+        self._stage: Any = unwrap(model)
+        self._max_positions = arch.max_position_embeddings
+        self._num_sequences = 0
+        self._max_length = 0
+        self._context: StaticInferenceContext | None = None
+        self._caches = not parallel.sequence_parallel
+
+    def start_decoding(self, num_sequences: int, max_length: int) -> None:
+        """Forgets earlier state and makes room for `[num_sequences, max_length]` tokens.
+
+        Raises `ValueError`, on every rank, when the model has fewer positions than that.
+        """
+        if max_length > self._max_positions:
+            raise ValueError(
+                f"Prompt and response need {max_length} positions, the model has {self._max_positions}. "
+                "Lower rollout.max_new_tokens, use shorter prompts, or raise model.max_position_embeddings."
+            )
+        self._num_sequences, self._max_length = num_sequences, max_length
+        self._context = StaticInferenceContext(num_sequences, max_length) if self._caches else None
+
+    def next_logits(self, ids_sl: torch.Tensor, num_seen: int) -> torch.Tensor | None:
+        """Logits `[S, v]` after the last column of `ids_sl [S, L]`; None on every stage but the last.
+
+        `num_seen` columns were in earlier calls. Collective over the model replica.
+        """
+        num_sequences, length = ids_sl.shape
+        if num_sequences != self._num_sequences or not 0 <= num_seen < length <= self._max_length:
+            raise ValueError(
+                f"next_logits got ids {tuple(ids_sl.shape)} of which {num_seen} columns were seen: expected "
+                f"{self._num_sequences} rows and fewer seen columns than the length, which is at most "
+                f"{self._max_length} (see start_decoding)."
+            )
+        with torch.no_grad(), _evaluating(self._stage):
+            if self._context is None:
+                return self._run(*self._padded(ids_sl), last=length - 1)
+            return self._run_cached(self._context, ids_sl, num_seen)
+
+    def _run_cached(
+        self, context: StaticInferenceContext, ids_sl: torch.Tensor, num_seen: int
+    ) -> torch.Tensor | None:
+        """The unseen columns at once when nothing was seen, else one by one: past the first call the
+        attention does not mask, so only a single new token sees exactly what precedes it.
+        """
+        num_sequences, length = ids_sl.shape
+        position_sl = torch.arange(length, device=ids_sl.device).expand(num_sequences, length)
+        stops = [length] if num_seen == 0 else range(num_seen + 1, length + 1)
+        logits = None
+        for stop in stops:
+            context.sequence_len_offset = num_seen
+            columns = slice(num_seen, stop)
+            logits = self._run(ids_sl[:, columns], position_sl[:, columns], last=stop - num_seen - 1)
+            num_seen = stop
+        return logits
+
+    def _padded(self, ids_sl: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions, right-padded to a multiple of TP: padding comes last, so no real token sees
+        it.
+        """
+        ids_sl = torch.nn.functional.pad(ids_sl, (0, -ids_sl.shape[1] % self.groups.tp_size))
+        return ids_sl, torch.arange(ids_sl.shape[1], device=ids_sl.device).expand_as(ids_sl)
+
+    def _run(self, ids_sl: torch.Tensor, position_sl: torch.Tensor, last: int) -> torch.Tensor | None:
+        """One forward of all stages; the head is applied to column `last` only."""
+
+        def forward_step(data: Any, stage: Any) -> tuple[torch.Tensor, Any]:
+            hidden = self._hidden_states(ids_sl, position_sl)
+            return hidden, lambda output, non_loss_data: self._head(output, last)
+
+        # Stages wait for the one before; the first one starts at once.
+        collected = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=[self._stage],
+            num_microbatches=1,
+            seq_length=ids_sl.shape[1],
+            micro_batch_size=ids_sl.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return collected[0] if self.groups.is_last_stage else None
+
+    def _hidden_states(self, ids_sl: torch.Tensor, position_sl: torch.Tensor) -> torch.Tensor:
+        """The stage's output before the head, `[L, S, D]`."""
+        with _without_head(self._stage):
+            return self._stage(
+                ids_sl, position_sl, None, inference_context=self._context, runtime_gather_output=True
+            )
+
+    def _head(self, hidden: torch.Tensor, last: int) -> torch.Tensor:
+        """`[S, v]` logits of one column of `[L, S, D]` hidden states (this rank's share of L with SP)."""
+        stage = self._stage
+        weight = (
+            stage.shared_embedding_or_output_weight() if stage.share_embeddings_and_output_weights else None
+        )
+        if self._context is not None:
+            hidden = hidden[last : last + 1]
+        logits, _ = stage.output_layer(hidden, weight=weight)
+        return logits[0 if self._context is not None else last]
+
+
+@contextmanager
+def _evaluating(stage: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode while open; modules that were training train again afterwards."""
+    training = [module for module in stage.modules() if module.training]
+    stage.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _without_head(stage: Any) -> Iterator[None]:
+    """The stage returns hidden states while open: with a head, inference mode gathers the vocabulary."""
+    post_process = stage.post_process
+    stage.post_process = False
+    try:
+        yield
+    finally:
+        stage.post_process = post_process
