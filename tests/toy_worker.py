@@ -102,7 +102,7 @@ class ToyWorker:
         all_reduce_(self.table.grad, "sum", self.groups.dp)
         self.optimizer.step()
         loss = Mean(terms.loss_t.sum(), retained_sl.sum())
-        return StepResult(metrics=reduce_metrics({"loss": loss}, self.groups.dp), stepped=True)
+        return StepResult(metrics=reduce_metrics({"loss/total": loss}, self.groups.dp), stepped=True)
 
     def save(self, path: str) -> None:
         self.saved.append(path)

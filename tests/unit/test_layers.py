@@ -36,7 +36,7 @@ def tree(tmp_path: Path) -> Path:
         "rlcore/trainer.py": "import torch\nfrom rlcore.interfaces import Task\n",
         "rlcore/ops/loss.py": "from rlcore import masks\n",
         "rlcore/rollout/vllm_rollout.py": "def engine():\n    import vllm\n",
-        "megatron_worker/worker.py": "from megatron.core import parallel_state\nfrom rlcore.ops.loss import x\n",
+        "megatron_worker/worker.py": "from megatron.core import x\nfrom rlcore.ops.loss import x\n",
     }.items():
         tmp_path.joinpath(place).parent.mkdir(parents=True, exist_ok=True)
         tmp_path.joinpath(place).write_text(text)

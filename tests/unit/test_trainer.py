@@ -1,4 +1,4 @@
-"""The loop with a toy policy behind its real Protocols: it learns, logs, refuses bad rewards, shares work over ranks."""
+"""The loop with a toy policy behind its real Protocols: it learns, logs, refuses bad rewards, shares work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlcore.config import load_run_config
 from rlcore.groups import ParallelGroups
 from rlcore.rollout.policy_sampler import PolicySampler
 from rlcore.rollout.tasks import make_task
-from rlcore.run_log import RunLog, SilentLog, check_run_folder, read_metrics
+from rlcore.run_log import RunLog, check_run_folder, read_metrics
 from rlcore.trainer import own_prompts, responses, rollout_seed, score, train
 from tests.rank_pool import run_ranks
 from tests.toy_worker import ToyWorker, toy_config
@@ -51,7 +51,7 @@ def run(config, log=None, groups=None, task=None):
 
 
 def test_reward_rises_and_the_ratio_starts_at_one():
-    """30 steps of the echo task from a uniform policy: 0.1 at first; trainer and sampler agree under truncation."""
+    """30 steps of the echo task from a uniform policy; trainer and sampler agree under truncation."""
     _, records = run(toy_config(train={"steps": 30, "microbatch_size": 8}))
     rewards = [record["reward/mean"] for record in records]
     assert sum(rewards[-10:]) / 10 > 0.3 > 0.15 > sum(rewards[:5]) / 5
@@ -192,7 +192,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path):
 
 
 def test_the_run_folder(tmp_path):
-    """Config with every default, one JSON line a step, the updates of a step, TensorBoard; never a second run unasked."""
+    """Config with every default, a JSON line a step, its updates, TensorBoard; no second run unasked."""
     folder = tmp_path / "run"
     config = toy_config(
         run_dir=str(folder), train={"steps": 2, "microbatch_size": 8, "minibatch_size": 32}, seed=3
@@ -204,7 +204,8 @@ def test_the_run_folder(tmp_path):
     assert load_run_config(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))) == config  # type: ignore
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
-    assert {"reward/mean", "loss", "mismatch/abs_max", "time/tokens_per_s", "update/skipped"} <= set(lines[0])
+    for name in ("reward/mean", "loss/total", "mismatch/abs_max", "time/tokens_per_s", "update/skipped"):
+        assert name in lines[0]
     updates = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
     assert [(line["step"], line["update"]) for line in updates] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert list((folder / "tensorboard").glob("events*"))
@@ -225,7 +226,7 @@ def _train_ranks(rank, world_size, config):
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_data_parallel_ranks_share_the_prompts(world_size):
-    """Every rank draws its own share; weights and reported metrics are the same on all; counts add up to the whole."""
+    """Every rank draws its own share; weights and metrics are the same on all; counts add up."""
     config = toy_config(train={"steps": 3, "microbatch_size": 8})
     results = run_ranks(_train_ranks, world_size, config)
     records, table = results[0][:2]
@@ -293,7 +294,3 @@ def test_one_bad_reward_raises_on_every_rank():
 def test_prompts_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="prompts_per_step"):
         own_prompts([], ParallelGroups())
-
-
-def test_silent_log_does_nothing():
-    SilentLog().step(0, {}, [])
