@@ -57,8 +57,10 @@ class MegatronWorker:
         config = self.config
         device_type = self._open.enter_context(cpu_backend(config.parallel.backend))
         self.device = torch.device(device_type)
+        # A job that had torch.distributed before keeps it when this worker closes.
+        starts_distributed = not torch.distributed.is_initialized()
         self.groups = initialize_parallel(config.parallel, device_type, config.seed)
-        self._open.callback(destroy_parallel, torch_distributed=True)
+        self._open.callback(destroy_parallel, torch_distributed=starts_distributed)
         hf_path = config.model.hf_path
         self.arch = (
             architecture_from_hf(hf_path) if hf_path else architecture_from_config(config.model, task_vocab_size or 0)
@@ -222,15 +224,15 @@ class MegatronWorker:
 
     def _refuse_broken_step(self, reports: Sequence[LossReport]) -> None:
         """Raises on all ranks when any saw NaN or inf in logits, loss or gradients; before the optimizer moves."""
-        error = None
         samples = [int(report.broken_sample) for report in reports] if self.groups.is_last_stage else []
         broken = [sample for sample in samples if sample >= 0]
-        if broken:
-            error = _broken_error("logits or loss", broken[0], self.groups.dp_rank)
-        elif not self._gradients_are_finite():
+        error = _broken_error("logits or loss", broken[0], self.groups.dp_rank) if broken else None
+        # The loss first: its message names the sample, and a broken loss breaks every stage's gradients too.
+        raise_together(error, self.groups.world, self.device)
+        if not self._gradients_are_finite():
             error = ValueError(
-                "a gradient is NaN or inf although the loss is finite; the step was not taken. Lower optimizer.lr or "
-                "look for overflow in the model."
+                "NaN or inf in a gradient although the loss is finite; the step was not taken and the weights are "
+                "untouched. Lower optimizer.lr or look for overflow in the model."
             )
         raise_together(error, self.groups.world, self.device)
 
