@@ -101,7 +101,7 @@ class MegatronDecoder:
         # Stages wait for the one before; the first one starts at once.
         collected = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=None,
+            data_iterator=iter(()),
             model=[self._stage],
             num_microbatches=1,
             seq_length=ids_sl.shape[1],

@@ -74,12 +74,11 @@ def parallel_groups() -> ParallelGroups:
 def destroy_parallel(*, torch_distributed: bool = False) -> None:
     """Ends Megatron's parallel state and its process groups, so that another layout can be set up.
 
-    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts.
-    Collective over all ranks: every rank has finished its work with the groups before any of them disappears.
+    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts. Waits
+    for nobody, so a rank that failed alone ends at once and its launcher can stop the others.
     """
     if not dist.is_initialized():
         return
-    dist.barrier()
     subgroups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
     parallel_state.destroy_model_parallel()
     if torch_distributed:
@@ -111,7 +110,7 @@ def _start_torch_distributed(parallel: ParallelConfig, device_type: DeviceType, 
     else:
         dist.init_process_group(
             backend,
-            store=torch.distributed.distributed_c10d.HashStore(),
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
             rank=0,
             world_size=1,
             timeout=timeout,

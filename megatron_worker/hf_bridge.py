@@ -211,6 +211,7 @@ def save_hf(
             _replace(draft, target)
     except Exception as caught:
         error = ValueError(f"{target}: the policy could not be written: {caught}")
+        shutil.rmtree(draft, ignore_errors=True)
     for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
         pass
     raise_together(error, groups.world, next(model.parameters()).device)

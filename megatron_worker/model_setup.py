@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -151,16 +150,15 @@ def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelG
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
 
 
-def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> Any:
     """Transformer Engine's layers on a GPU that has it; Megatron's local ones otherwise, with our norm."""
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=RMSNorm
-    )
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=norm)
 
 
 def wrap_ddp(model: GPTModel, parallel: ParallelConfig) -> DistributedDataParallel:

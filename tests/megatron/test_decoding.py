@@ -14,7 +14,7 @@ ROWS, PROMPT, LENGTH = 3, 4, 9
 
 
 def _decode(rank, world_size, parallel_values):
-    """Decodes twice with other ids in between; returns the worst distance to full forwards on the last stage."""
+    """Decodes twice; the worst distance to full forwards and how much logits vary, on last stages."""
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.decoding import MegatronDecoder
     from megatron_worker.groups import destroy_parallel, initialize_parallel

@@ -99,6 +99,29 @@ def test_round_trip_is_bit_equal(tmp_path, model_type, tied, world_size, paralle
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
+def _failed_save(rank, world_size, target):
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.groups import destroy_parallel
+    from megatron_worker.hf_bridge import initialize_from_seed, save_hf
+    from tests.megatron.stage_runner import tiny_architecture
+
+    with cpu_backend("cpu"):
+        groups, build = _build({"tp": 2})
+        model = build(tiny_architecture())
+        initialize_from_seed(model, tiny_architecture(), 5, groups)
+        with pytest.raises(ValueError) as caught:
+            save_hf(model, tiny_architecture(), target, groups)
+        destroy_parallel()
+    return str(caught.value)
+
+
+def test_a_save_that_fails_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for message in run_ranks(_failed_save, 2, str(tmp_path / "file" / "policy")):
+        assert "could not be written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def _logits(rank, world_size, source, parallel_values):
     from megatron_worker.architecture import architecture_from_hf
     from megatron_worker.cpu_backend import cpu_backend
