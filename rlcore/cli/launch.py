@@ -71,7 +71,10 @@ def start_ranks(words: Sequence[str], num_processes: int) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     options = ["--standalone", "--nproc-per-node", str(num_processes), "-m", "rlcore.cli"]
     try:
-        torchrun.run(torchrun.parse_args([*options, *words, "--as-rank"]))
+        args = torchrun.parse_args(options)
+        # Set past its parser, which would read our own options as abbreviations of its own.
+        args.training_script_args = [*words, "--as-rank"]
+        torchrun.run(args)
     except ChildFailedError as failed:
         return print_first_failure(failed)
     except (SignalException, KeyboardInterrupt):

@@ -28,7 +28,7 @@ class EchoArgs:
 
 
 class EchoTask:
-    """Prompt `cc=`; the answer `cccc` ended by the end token earns 1.
+    """Prompt `cc=`; the answer `cccc` earns 1, whether the end token or the length limit ends it.
 
     Reward: matching letters among the first `length`, over the longer of `length` and the response. Every
     letter that is right earns its share, so a random policy already sees better and worse samples.

@@ -1,0 +1,100 @@
+"""`rlcore train` from end to end: real ranks, real Megatron, and what a failing run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
+
+TWO_RANKS = [
+    "nproc=2",
+    "parallel.tp=2",
+    "parallel.pp=1",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+]
+TWO_RANKS += ["train.microbatch_size=16", "train.steps=3"]
+
+
+def rlcore(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "rlcore.cli", *words]
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=env
+    )
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in folder.joinpath("metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_demo_for_a_few_steps(tmp_path):
+    """TP2 x PP2: every step reported, trainer and sampler agree, the ratio starts at 1, nothing is lost."""
+    folder = tmp_path / "run"
+    words = ["train", "--config-name", "demo", f"run_dir={folder}", "train.steps=3", "train.save_final=true"]
+    done = rlcore(*words)
+    assert done.returncode == 0, done.stderr
+    assert "step    3/3" in done.stdout and "mean of last" in done.stdout
+    assert "Warning" not in done.stderr
+    records = lines(folder)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record in records:
+        assert record["mismatch/abs_max"] < 1e-4 and record["mismatch/out_of_support"] == 0.0
+        assert record["ratio/min"] == pytest.approx(1, abs=1e-4)
+        assert record["ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert record["tokens/trained"] == record["tokens/valid"] == record["response/length"] * 128
+        assert record["update/skipped"] == 0 and record["optimizer/grad_norm"] > 0
+    for name in ("config.yaml", "reward.png", "report.txt", "policy/step_3/config.json"):
+        assert folder.joinpath(name).exists()
+    again = rlcore(*words)
+    assert again.returncode == 2 and "--overwrite" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("RaisingTask", "reward of sample 0: the reward function raised RuntimeError: the grader is down"),
+        ("NanTask", "reward of sample 0: the reward function returned nan"),
+    ],
+)
+def test_a_bad_reward_ends_the_run_with_one_line(tmp_path, task, message):
+    """The first step stays in the folder, whole; the second leaves nothing."""
+    folder = tmp_path / "run"
+    done = rlcore("train", *TWO_RANKS, f"task.name=tests.e2e.broken_tasks:{task}", f"run_dir={folder}")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("rlcore: error:") == 1
+    assert [record["step"] for record in lines(folder)] == [0]
+    assert not folder.joinpath("policy").exists() and not folder.joinpath("report.txt").exists()
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path):
+    """Its peer waits in a collective; the launcher ends it."""
+    done = rlcore(
+        "train", *TWO_RANKS, "task.name=tests.e2e.broken_tasks:DyingTask", f"run_dir={tmp_path}/run"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 failed (exit code 7)" in done.stderr
+
+
+def test_under_a_torchrun_of_your_own(tmp_path):
+    """The command joins; a mistake is reported by rank 0 alone."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    folder = tmp_path / "run"
+    done = rlcore("train", *TWO_RANKS, "train.steps=1", f"run_dir={folder}", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert len(lines(folder)) == 1
+    done = rlcore("train", *TWO_RANKS, "task.args.lenght=3", f"run_dir={tmp_path}/other", launcher=launcher)
+    assert done.returncode != 0
+    assert done.stderr.count("rlcore: error: task.args.lenght") == 1
+    assert not (tmp_path / "other").exists()
