@@ -74,8 +74,8 @@ def parallel_groups() -> ParallelGroups:
 def destroy_parallel(*, torch_distributed: bool = False) -> None:
     """Ends Megatron's parallel state and its process groups, so that another layout can be set up.
 
-    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts. Waits
-    for nobody, so a rank that failed alone ends at once and its launcher can stop the others.
+    With `torch_distributed` also leaves torch.distributed: a process that exits without doing so aborts.
+    Waits for nobody, so a rank that failed alone ends at once and its launcher can stop the others.
     """
     if not dist.is_initialized():
         return
