@@ -1,7 +1,8 @@
-"""What Megatron's schedule calls: scoring and loss of one microbatch, and the one place that cancels loss scaling.
+"""What Megatron's schedule calls: scoring and loss of one microbatch, and the one place that cancels loss
+scaling.
 
-Nothing here raises on account of data: only the last stage would, and the others would wait for it. Broken rows are
-reported in the returned values, and the worker refuses the step on all ranks together.
+Nothing here raises on account of data: only the last stage would, and the others would wait for it. Broken
+    rows are reported in the returned values, and the worker refuses the step on all ranks together.
 """
 
 from __future__ import annotations
@@ -45,25 +46,35 @@ class LossReport:
 
 
 def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: int) -> torch.Tensor:
-    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x CP ranks.
+    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
+    CP ranks.
 
-    For the two-value contract: the schedule multiplies by CP and divides by the number of microbatches, and data
-    parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
+    For the two-value contract: the schedule multiplies by CP and divides by the number of microbatches, and
+    data parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
     """
     return loss * (num_microbatches * dp_size)
 
 
 def score_logits(
-    logits: torch.Tensor, target_t: torch.Tensor, spec: SamplingSpec, groups: ParallelGroups, vocab_size: int, entropy: bool
+    logits: torch.Tensor,
+    target_t: torch.Tensor,
+    spec: SamplingSpec,
+    groups: ParallelGroups,
+    vocab_size: int,
+    entropy: bool,
 ) -> TokenLogprobs:
     """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data."""
     logits_tv = logits.reshape(-1, logits.shape[-1])
     vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
-    return vocab_parallel_logprob(logits_tv, target_t, spec, groups.tp, vocab, entropy=entropy, validate=False)
+    return vocab_parallel_logprob(
+        logits_tv, target_t, spec, groups.tp, vocab, entropy=entropy, validate=False
+    )
 
 
 def make_scoring_step(spec: SamplingSpec, groups: ParallelGroups, vocab_size: int) -> Callable:
-    """A forward step for `collect_non_loss_data=True`: the schedule collects `TokenLogprobs` on the last stage."""
+    """A forward step for `collect_non_loss_data=True`: the schedule collects `TokenLogprobs` on the last
+    stage.
+    """
 
     def scoring_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
@@ -105,7 +116,9 @@ def microbatch_loss(
 
     The parts of all microbatches and ranks add up to the loss: the denominators are those of the whole step.
     """
-    mask_t = actor_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t, scores.keep_t)
+    mask_t = actor_mask(
+        microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t, scores.keep_t
+    )
     valid_t = kl_mask(microbatch.token_mask_t, microbatch.sample_mask_t)
     # A rollout scored by this very policy: without an old-logprob pass the ratio is 1 by definition.
     old_t = scores.logprob_t.detach() if microbatch.old_logprob_t is None else microbatch.old_logprob_t
@@ -115,7 +128,9 @@ def microbatch_loss(
     value = token_sum_over(policy.loss_t, denominators.actor)
     metrics = policy_metrics(microbatch, scores, policy, mask_t, value)
     if loss.kl_coef > 0:
-        assert microbatch.reference_logprob_t is not None, "the loop scores the reference whenever kl_coef > 0"
+        assert microbatch.reference_logprob_t is not None, (
+            "the loop scores the reference whenever kl_coef > 0"
+        )
         kl = k3(scores.unfiltered_logprob_t, microbatch.reference_logprob_t, valid_t)
         kl_value = token_sum_over(kl.kl_t, denominators.kl)
         metrics |= kl_metrics(kl, kl_value, valid_t)
@@ -131,7 +146,11 @@ def microbatch_loss(
 
 
 def policy_metrics(
-    microbatch: Microbatch, scores: TokenLogprobs, policy: PolicyTerms, mask_t: torch.Tensor, value: torch.Tensor
+    microbatch: Microbatch,
+    scores: TokenLogprobs,
+    policy: PolicyTerms,
+    mask_t: torch.Tensor,
+    value: torch.Tensor,
 ) -> dict[str, Metric]:
     """Diagnostics of the policy-gradient term, each with its own mask."""
     valid_t = kl_mask(microbatch.token_mask_t, microbatch.sample_mask_t)
@@ -147,7 +166,9 @@ def policy_metrics(
         "filter/log_mass": mean_over(scores.log_mass_t, valid_t),
         "filter/num_kept": mean_over(scores.num_kept_t, valid_t),
         "filter/out_of_support": mean_over((~scores.keep_t).double(), valid_t),
-        **why_tokens_left(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t, scores.keep_t),
+        **why_tokens_left(
+            microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t, scores.keep_t
+        ),
     }
 
 
@@ -169,30 +190,52 @@ _NEUTRAL: dict[type, Callable[[], Metric]] = {
 
 
 def neutral_metrics(loss: LossConfig, device: torch.device) -> dict[str, Metric]:
-    """The metrics of no tokens at all: what ranks without logits hand to the reduction, same names, same types."""
+    """The metrics of no tokens at all: what ranks without logits hand to the reduction, same names, same
+    types.
+    """
     empty_t = torch.zeros(0, device=device)
     none_t, ids_t = empty_t.bool(), empty_t.long()
     microbatch = Microbatch(
-        input_ids_bl=ids_t[None], position_ids_bl=ids_t[None], target_t=ids_t, token_mask_t=none_t, sample_mask_t=none_t,
-        sample_index_t=ids_t, advantage_t=empty_t, sampler_logprob_t=empty_t, reference_logprob_t=empty_t,
-    )  # fmt: skip
+        input_ids_bl=ids_t[None],
+        position_ids_bl=ids_t[None],
+        target_t=ids_t,
+        token_mask_t=none_t,
+        sample_mask_t=none_t,
+        sample_index_t=ids_t,
+        advantage_t=empty_t,
+        sampler_logprob_t=empty_t,
+        reference_logprob_t=empty_t,
+    )
     scores = TokenLogprobs(
-        logprob_t=empty_t, unfiltered_logprob_t=empty_t, keep_t=none_t, log_mass_t=empty_t, num_kept_t=ids_t,
-        entropy_t=empty_t, unfiltered_entropy_t=empty_t,
-    )  # fmt: skip
+        logprob_t=empty_t,
+        unfiltered_logprob_t=empty_t,
+        keep_t=none_t,
+        log_mass_t=empty_t,
+        num_kept_t=ids_t,
+        entropy_t=empty_t,
+        unfiltered_entropy_t=empty_t,
+    )
     one = torch.ones((), device=device)
     _, report = microbatch_loss(microbatch, scores, loss, Denominators(actor=one, kl=one))
     return {name: _NEUTRAL[type(metric)]() for name, metric in report.metrics.items()}
 
 
 def _first_sample(microbatch: Microbatch, broken_t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """0-dim int64: batch row of the first broken token, or of the first row when only the sum broke; -1 for none."""
+    """0-dim int64: batch row of the first broken token, or of the first row when only the sum broke; -1 for
+    none.
+    """
     big = torch.iinfo(torch.int64).max
-    first = torch.where(broken_t, microbatch.sample_index_t, big).amin() if broken_t.numel() else torch.tensor(big)
+    first = (
+        torch.where(broken_t, microbatch.sample_index_t, big).amin()
+        if broken_t.numel()
+        else torch.tensor(big)
+    )
     whole = torch.where(torch.isfinite(value), -1, 0)
     return torch.where(first == big, whole, first)
 
 
 def _run_model(model: Any, microbatch: Microbatch) -> torch.Tensor:
-    """Logits `[b, L, v]` on the last stage, hidden states on the others. Causal attention; right padding needs no mask."""
+    """Logits `[b, L, v]` on the last stage, hidden states on the others. Causal attention; right padding
+    needs no mask.
+    """
     return model(microbatch.input_ids_bl, microbatch.position_ids_bl, None)

@@ -1,7 +1,7 @@
 """From a token-aligned step batch to the microbatches of Megatron's schedule, and back.
 
-The one place that shifts: targets and everything that describes them move from the token to the position that predicts
-it, on the whole sequence, before anything is cut.
+The one place that shifts: targets and everything that describes them move from the token to the position that
+    predicts it, on the whole sequence, before anything is cut.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _FILLS = {
 
 
 def num_microbatches(batch: TrainBatch, microbatch_size: int) -> int:
-    """How many microbatches of `microbatch_size` sequences hold the batch; the last one may need filler rows."""
+    """How many microbatches of `microbatch_size` sequences hold the batch; the last one may need filler
+    rows.
+    """
     return -(-batch.num_sequences // microbatch_size)
 
 
@@ -40,7 +42,8 @@ def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 
     """
     if batch.num_sequences == 0 or batch.ids_sl.shape[1] < 2:
         raise ValueError(
-            f"a batch of shape {tuple(batch.ids_sl.shape)} holds nothing to predict: expected at least one sequence of "
+            f"a batch of shape {tuple(batch.ids_sl.shape)} holds nothing to predict: expected at least one "
+            "sequence of "
             "at least two tokens."
         )
     length = padded_length(batch, length_multiple)
@@ -63,17 +66,22 @@ def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 
         Microbatch(
             input_ids_bl=ids_sl[start : start + microbatch_size],
             position_ids_bl=position_l.expand(microbatch_size, length),
-            **{f"{name}_t": value[start : start + microbatch_size].reshape(-1) for name, value in columns.items()},
+            **{
+                f"{name}_t": value[start : start + microbatch_size].reshape(-1)
+                for name, value in columns.items()
+            },
         )
         for start in range(0, rows, microbatch_size)
     ]
 
 
-def join_scores(parts_t: Sequence[torch.Tensor], batch: TrainBatch, length: int, fill: float | bool) -> torch.Tensor:
+def join_scores(
+    parts_t: Sequence[torch.Tensor], batch: TrainBatch, length: int, fill: float | bool
+) -> torch.Tensor:
     """Predictor-aligned results of the microbatches, in order, as token-aligned `[S, L]` of the batch.
 
-    `length` is the microbatches' padded length. Filler rows and padding are cut; the first token of a sequence, which
-    nothing predicts, and padding get `fill`.
+    `length` is the microbatches' padded length. Filler rows and padding are cut; the first token of a
+    sequence, which nothing predicts, and padding get `fill`.
     """
     predicted_sl = torch.cat([part.reshape(-1, length) for part in parts_t])[: batch.num_sequences]
     out_sl = torch.full(batch.ids_sl.shape, fill, dtype=predicted_sl.dtype, device=predicted_sl.device)

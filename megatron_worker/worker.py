@@ -1,13 +1,16 @@
-"""THE WORKER: the policy on this rank. Megatron-core does the model, the schedule, data parallelism and the optimizer."""
+"""THE WORKER: the policy on this rank. Megatron-core does the model, the schedule, data parallelism and the
+optimizer.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
@@ -22,7 +25,7 @@ from megatron_worker.forward_step import (
 )
 from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
-from megatron_worker.microbatches import join_scores, padded_length, split_batch
+from megatron_worker.microbatches import join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
@@ -36,13 +39,15 @@ from rlcore.sampling import SamplingSpec
 
 
 class MegatronWorker:
-    """`PolicyWorker` on Megatron-core. Every method is collective: all ranks of the run call it in the same order."""
+    """`PolicyWorker` on Megatron-core. Every method is collective: all ranks of the run call it in the same
+    order.
+    """
 
     def __init__(self, config: RunConfig, task_vocab_size: int | None = None) -> None:
         """Joins the process groups and builds this rank's stage.
 
-        `task_vocab_size` is the vocabulary of a from-scratch model whose config leaves it open. Raises `ValueError` on
-        every rank for a layout or model that cannot be built.
+        `task_vocab_size` is the vocabulary of a from-scratch model whose config leaves it open. Raises
+        `ValueError` on every rank for a layout or model that cannot be built.
         """
         self.config = config
         self.spec = config.sampling.spec()
@@ -63,7 +68,9 @@ class MegatronWorker:
         self._open.callback(destroy_parallel, torch_distributed=starts_distributed)
         hf_path = config.model.hf_path
         self.arch = (
-            architecture_from_hf(hf_path) if hf_path else architecture_from_config(config.model, task_vocab_size or 0)
+            architecture_from_hf(hf_path)
+            if hf_path
+            else architecture_from_config(config.model, task_vocab_size or 0)
         )
         stage = self._new_stage()
         self.reference = None
@@ -77,7 +84,7 @@ class MegatronWorker:
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.decoder = MegatronDecoder(self.model, self.arch, config.parallel, self.groups)
 
-    def _new_stage(self) -> torch.nn.Module:
+    def _new_stage(self) -> GPTModel:
         """This rank's stage with the run's initial weights."""
         config = self.config
         model = build_model(self.arch, config.parallel, config.model.dtype, self.groups)
@@ -94,7 +101,9 @@ class MegatronWorker:
         # Without truncation nothing else travels: every token is in the support and no mass is cut.
         keep_sl = fields.get("keep", torch.ones_like(logprob_sl, dtype=torch.bool))
         return ScoredTokens(
-            logprob_sl=logprob_sl, keep_sl=keep_sl, log_mass_sl=fields.get("log_mass", torch.zeros_like(logprob_sl))
+            logprob_sl=logprob_sl,
+            keep_sl=keep_sl,
+            log_mass_sl=fields.get("log_mass", torch.zeros_like(logprob_sl)),
         )
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -104,11 +113,15 @@ class MegatronWorker:
         return self._score(batch, self.reference, self.spec.unfiltered())["logprob"]
 
     @torch.no_grad()
-    def _score(self, batch: TrainBatch, model: torch.nn.Module, spec: SamplingSpec) -> dict[str, torch.Tensor]:
+    def _score(
+        self, batch: TrainBatch, model: torch.nn.Module, spec: SamplingSpec
+    ) -> dict[str, torch.Tensor]:
         """The fields of `score_fields(spec)`, token-aligned `[S, L]`, on every stage."""
         microbatches = self._split(batch)
         step = make_scoring_step(spec, self.groups, self.arch.vocab_size)
-        parts: list[TokenLogprobs] = self._run_schedule(model, step, microbatches, forward_only=True, collect=True)
+        parts: list[TokenLogprobs] = self._run_schedule(
+            model, step, microbatches, forward_only=True, collect=True
+        )
         values, error = None, None
         if self.groups.is_last_stage:
             length = microbatches[0].input_ids_bl.shape[1]
@@ -127,13 +140,15 @@ class MegatronWorker:
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One optimizer step over the batch of every data-parallel rank.
 
-        A step without a single token that counts is reported and moves nothing. A NaN or inf in logits, loss or
-        gradients raises `ValueError` on all ranks; weights and optimizer are then untouched.
+        A step without a single token that counts is reported and moves nothing. A NaN or inf in logits, loss
+        or gradients raises `ValueError` on all ranks; weights and optimizer are then untouched.
         """
         microbatches = self._split(batch)
         denominators = self._denominators(batch)
         if not self._has_tokens(denominators):
-            return StepResult(metrics={}, stepped=False, reason="no token of the whole step counts: nothing to train on")
+            return StepResult(
+                metrics={}, stepped=False, reason="no token of the whole step counts: nothing to train on"
+            )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         step = make_train_step(
@@ -142,7 +157,7 @@ class MegatronWorker:
         self.model.train()
         reports: list[LossReport] = self._run_schedule(self.model, step, microbatches)
         self._refuse_broken_step(reports)
-        success, grad_norm, _ = self.optimizer.step()
+        success, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         if not success:
             return StepResult(metrics={}, stepped=False, reason="Megatron's optimizer skipped the step")
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -199,7 +214,9 @@ class MegatronWorker:
         retained = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl).sum()
         counts = torch.stack([retained, valid]).to(device=self.device, dtype=torch.float64)
         retained, valid = all_reduce_(counts, "sum", self.groups.dp).float()
-        return Denominators(actor=retained if self.config.loss.actor_denominator == "retained" else valid, kl=valid)
+        return Denominators(
+            actor=retained if self.config.loss.actor_denominator == "retained" else valid, kl=valid
+        )
 
     def _has_tokens(self, denominators: Denominators) -> bool:
         """Is there anything to train on, over the whole step?"""
@@ -217,13 +234,19 @@ class MegatronWorker:
     ) -> ValueError | None:
         """The error for a scored response token whose row of logits was broken."""
         for microbatch, part in zip(microbatches, parts, strict=True):
-            broken_t = torch.isnan(part.unfiltered_logprob_t) & microbatch.token_mask_t & microbatch.sample_mask_t
+            broken_t = (
+                torch.isnan(part.unfiltered_logprob_t) & microbatch.token_mask_t & microbatch.sample_mask_t
+            )
             if bool(broken_t.any()):
-                return _broken_error("logits", int(microbatch.sample_index_t[broken_t][0]), self.groups.dp_rank)
+                return _broken_error(
+                    "logits", int(microbatch.sample_index_t[broken_t][0]), self.groups.dp_rank
+                )
         return None
 
     def _refuse_broken_step(self, reports: Sequence[LossReport]) -> None:
-        """Raises on all ranks when any saw NaN or inf in logits, loss or gradients; before the optimizer moves."""
+        """Raises on all ranks when any saw NaN or inf in logits, loss or gradients; before the optimizer
+        moves.
+        """
         samples = [int(report.broken_sample) for report in reports] if self.groups.is_last_stage else []
         broken = [sample for sample in samples if sample >= 0]
         error = _broken_error("logits or loss", broken[0], self.groups.dp_rank) if broken else None
@@ -231,18 +254,22 @@ class MegatronWorker:
         raise_together(error, self.groups.world, self.device)
         if not self._gradients_are_finite():
             error = ValueError(
-                "NaN or inf in a gradient although the loss is finite; the step was not taken and the weights are "
+                "NaN or inf in a gradient although the loss is finite; the step was not taken and the "
+                "weights are "
                 "untouched. Lower optimizer.lr or look for overflow in the model."
             )
         raise_together(error, self.groups.world, self.device)
 
     def _gradients_are_finite(self) -> bool:
-        gradients = [buffer.grad_data for buffer in self.model.buffers + self.model.expert_parallel_buffers]
-        return all(math.isfinite(float(gradient.norm())) for gradient in gradients)
+        """Reads Megatron's flat gradient buffers: one norm each, one number back from the device."""
+        model: Any = self.model
+        norms = [buffer.grad_data.norm() for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True
 
 
 def _broken_error(what: str, sample: int, dp_rank: int) -> ValueError:
     return ValueError(
-        f"NaN or inf in the {what} of sample {sample} on data-parallel rank {dp_rank}; the step was not taken and the "
+        f"NaN or inf in the {what} of sample {sample} on data-parallel rank {dp_rank}; the step was not "
+        "taken and the "
         "weights are untouched. Check that sample, lower optimizer.lr, or restart from an earlier checkpoint."
     )

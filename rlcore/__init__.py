@@ -1,1 +1,3 @@
-"""Maths, data and loop of a Megatron RL training backend. Importing it does nothing; import from the defining module."""
+"""Maths, data and loop of a Megatron RL training backend. Importing it does nothing; import from the defining
+module.
+"""

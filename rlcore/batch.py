@@ -1,7 +1,9 @@
-"""What crosses files: frozen dataclasses. Axis letters: S sequences, L padded length, T = tokens of a microbatch.
+"""What crosses files: frozen dataclasses. Axis letters: S sequences, L padded length, T = tokens of a
+microbatch.
 
 Two alignments exist, and only `megatron_worker/microbatches.py` converts between them:
-- token-aligned `[S, L]`: entry j describes the token `ids[s, j]` itself (the probability it was drawn with, ...);
+- token-aligned `[S, L]`: entry j describes the token `ids[s, j]` itself (the probability it was drawn with,
+  ...);
 - predictor-aligned `[T]`: entry j describes the token that position j predicts, `ids[s, j + 1]`.
 """
 
@@ -20,7 +22,8 @@ class Prompt:
     ids: Sequence[int]
     """Token ids."""
     group_id: int
-    """Identity of the prompt: samples that share it form one advantage group, wherever they stand in a batch."""
+    """Identity of the prompt: samples that share it form one advantage group, wherever they stand in a batch.
+    """
     answer: object = None
     """Whatever the task's reward needs to grade a response."""
 
@@ -36,7 +39,9 @@ class Rollout:
     length_s: torch.Tensor
     """`[S]` int64: number of prompt + response tokens."""
     sampler_logprob_sl: torch.Tensor
-    """`[S, L]` float32: processed logprob of each response token under the sampler; 0 elsewhere (masked there)."""
+    """`[S, L]` float32: processed logprob of each response token under the sampler; 0 elsewhere (masked
+    there).
+    """
     finished_s: torch.Tensor
     """`[S]` bool: the response ended by itself (end-of-text), not by the length limit."""
     group_id_s: torch.Tensor
@@ -51,7 +56,9 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """One optimizer step's data on one data-parallel rank. Token-aligned, right-padded; never changed in place."""
+    """One optimizer step's data on one data-parallel rank. Token-aligned, right-padded; never changed in
+    place.
+    """
 
     ids_sl: torch.Tensor
     """`[S, L]` int64."""
@@ -66,7 +73,9 @@ class TrainBatch:
     sampler_logprob_sl: torch.Tensor
     """`[S, L]` float32: the rollout engine's processed logprob."""
     old_logprob_sl: torch.Tensor | None = None
-    """`[S, L]` float32: recomputed before the update; -inf where `keep_old` is False. None: the pass was skipped."""
+    """`[S, L]` float32: recomputed before the update; -inf where `keep_old` is False. None: the pass was
+    skipped.
+    """
     keep_old_sl: torch.Tensor | None = None
     """`[S, L]` bool: was the token inside the trainer's support before the update?"""
     old_log_mass_sl: torch.Tensor | None = None
@@ -83,7 +92,8 @@ class TrainBatch:
             expected = (num_sequences,) if field.name.endswith("_s") else (num_sequences, length)
             if tuple(value.shape) != expected:
                 raise ValueError(
-                    f"TrainBatch.{field.name} has shape {tuple(value.shape)}; ids_sl says it must be {expected}."
+                    f"TrainBatch.{field.name} has shape {tuple(value.shape)}; ids_sl says it must be "
+                    f"{expected}."
                 )
         for name in ("token_mask_sl", "sample_mask_s"):
             if getattr(self, name).dtype != torch.bool:
@@ -100,7 +110,8 @@ class ScoredTokens:
     """Result of a scoring pass, the same on every rank of a model replica. Token-aligned `[S, L]`."""
 
     logprob_sl: torch.Tensor
-    """float32 under the truncated distribution; -inf where `keep_sl` is False; 0 where nothing was predicted."""
+    """float32 under the truncated distribution; -inf where `keep_sl` is False; 0 where nothing was predicted.
+    """
     keep_sl: torch.Tensor
     """bool: the token is inside the support. True where nothing was predicted."""
     log_mass_sl: torch.Tensor
@@ -109,7 +120,9 @@ class ScoredTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one forward of the model reads. Predictor-aligned, flattened `[T]`, T = sequences x padded length."""
+    """What one forward of the model reads. Predictor-aligned, flattened `[T]`, T = sequences x padded
+    length.
+    """
 
     input_ids_bl: torch.Tensor
     """`[b, L]` int64: model input."""

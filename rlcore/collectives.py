@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-Group = Any  # torch.distributed.ProcessGroup | None; torch exports no public name for it on builds without distributed
+# torch.distributed.ProcessGroup | None; torch exports no public name for it on builds without distributed.
+Group = Any
 ReduceOp = Literal["sum", "max", "min"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -68,7 +69,9 @@ def all_reduce_(tensor: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tenso
 
 
 def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Stacks the ranks' equally shaped tensors: returns `[group size, *tensor.shape]`, in group-rank order."""
+    """Stacks the ranks' equally shaped tensors: returns `[group size, *tensor.shape]`, in group-rank
+    order.
+    """
     size = group_size(group)
     if size == 1:
         return tensor.unsqueeze(0)
@@ -92,9 +95,9 @@ def broadcast_(tensor: torch.Tensor, group_src: int, group: Group) -> torch.Tens
 def raise_together(error: BaseException | None, group: Group, device: torch.device | str = "cpu") -> None:
     """Raises on every rank of the group when any rank failed; returns silently when none did.
 
-    Ranks hand in their own exception or None. The failing rank re-raises its own exception; the others raise a
-    `ValueError` that carries the first failing rank's message. One all-reduce of one number; only on failure also one
-    all-gather of a fixed-size message.
+    Ranks hand in their own exception or None. The failing rank re-raises its own exception; the others raise
+    a `ValueError` that carries the first failing rank's message. One all-reduce of one number; only on
+    failure also one all-gather of a fixed-size message.
     """
     failed = torch.tensor([0 if error is None else 1], dtype=torch.int32, device=device)
     if bool(all_reduce_(failed, "max", group)[0]):

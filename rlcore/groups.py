@@ -1,4 +1,6 @@
-"""Handles of the process groups a rank belongs to. Groups are arguments everywhere; nothing reads global state."""
+"""Handles of the process groups a rank belongs to. Groups are arguments everywhere; nothing reads global
+state.
+"""
 
 from __future__ import annotations
 
@@ -68,5 +70,7 @@ class ParallelGroups:
 
     @property
     def is_model_leader(self) -> bool:
-        """First rank of its model replica: the one that runs code which must run once per replica (rewards)."""
+        """First rank of its model replica: the one that runs code which must run once per replica
+        (rewards).
+        """
         return group_rank(self.model) == 0

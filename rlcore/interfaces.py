@@ -17,7 +17,9 @@ class PolicyWorker(Protocol):
     groups: ParallelGroups
 
     def logprobs(self, batch: TrainBatch) -> ScoredTokens:
-        """Scores the batch under the current weights. Collective: every rank calls it with its replica's batch."""
+        """Scores the batch under the current weights. Collective: every rank calls it with its replica's
+        batch.
+        """
         ...
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -47,10 +49,11 @@ class DecodingModel(Protocol):
         ...
 
     def next_logits(self, ids_sl: torch.Tensor, num_seen: int) -> torch.Tensor | None:
-        """Logits `[S, v]` (this TP rank's columns) that predict the token after the last column of `ids_sl [S, L]`.
+        """Logits `[S, v]` (this TP rank's columns) that predict the token after the last column of `ids_sl
+        [S, L]`.
 
-        The model has already seen the first `num_seen` columns. All rows have the same length L, so rows are aligned
-        at the start. None on every stage but the last. Collective over the model replica.
+        The model has already seen the first `num_seen` columns. All rows have the same length L, so rows are
+        aligned at the start. None on every stage but the last. Collective over the model replica.
         """
         ...
 
@@ -59,7 +62,9 @@ class RolloutEngine(Protocol):
     """Draws responses."""
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
-        """`samples_per_prompt` responses to each prompt, samples of one prompt next to each other. Collective."""
+        """`samples_per_prompt` responses to each prompt, samples of one prompt next to each other.
+        Collective.
+        """
         ...
 
 

@@ -1,7 +1,7 @@
 """THE MASKS: which tokens a term of the loss sees, and the disjoint reasons why the others left.
 
-A token that cannot be scored leaves the mask; nothing is ever replaced by a number. Masks keep their dtype and are never
-changed in place, so the next epoch starts from the original.
+A token that cannot be scored leaves the mask; nothing is ever replaced by a number. Masks keep their dtype
+and are never changed in place, so the next epoch starts from the original.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ def keep_only(mask_t: torch.Tensor, keep_t: torch.Tensor) -> torch.Tensor:
 
 
 def kl_mask(token_mask_t: torch.Tensor, sample_mask_t: torch.Tensor) -> torch.Tensor:
-    """What the reference KL and the mismatch diagnostics see: token & sample. bool, `sample_mask_t` per token."""
+    """What the reference KL and the mismatch diagnostics see: token & sample. bool, `sample_mask_t` per
+    token.
+    """
     return token_mask_t & sample_mask_t
 
 

@@ -28,7 +28,9 @@ class SamplingSpec:
     """
 
     temperature: float = 1.0
-    """Divides the logits. Below 1e-5 the sampler is greedy: refused. 1e-5 <= T < 0.01 acts as 0.01, with a warning."""
+    """Divides the logits. Below 1e-5 the sampler is greedy: refused. 1e-5 <= T < 0.01 acts as 0.01, with a
+    warning.
+    """
     top_k: int | None = None
     """Number of most likely ids kept. None, 0 and -1 are off; so is any value >= the vocabulary size."""
     top_p: float | None = None
@@ -36,19 +38,22 @@ class SamplingSpec:
     min_p: float = 0.0
     """Ids less likely than min_p times the most likely one are dropped. In [0, 1]; 0 is off."""
     ties: Ties = "share"
-    """Ids tied at the cut: `share` keeps exactly k (or the minimal count) of weight, spread evenly over the tied
-    group; `all` keeps the whole group with full weight."""
+    """Ids tied at the cut: `share` keeps exactly k (or the minimal count) of weight, spread evenly over the
+    tied group; `all` keeps the whole group with full weight.
+    """
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=math.inf)
         if self.temperature < GREEDY_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature} is greedy decoding for the sampler (below {GREEDY_TEMPERATURE}): "
+                f"temperature={self.temperature} is greedy decoding for the sampler (below "
+                f"{GREEDY_TEMPERATURE}): "
                 "there is no distribution to train on. Set temperature >= 0.01."
             )
         if self.temperature < MIN_TEMPERATURE:
             warnings.warn(
-                f"temperature={self.temperature} acts as {MIN_TEMPERATURE}: the sampler raises it, so the trainer does.",
+                f"temperature={self.temperature} acts as {MIN_TEMPERATURE}: the sampler raises it, so the "
+                "trainer does.",
                 stacklevel=3,
             )
         if self.top_k is not None:
@@ -81,21 +86,26 @@ class SamplingSpec:
 
     @property
     def truncates(self) -> bool:
-        """Can a position have an id outside its support? A property of the spec alone, so the same on every rank."""
+        """Can a position have an id outside its support? A property of the spec alone, so the same on every
+        rank.
+        """
         return self.effective_top_k is not None or self.effective_top_p is not None or self.min_p > 0.0
 
     @property
     def top_p_cut(self) -> float:
         """Mass which the ids above must not reach for an id to be kept: `top_p` less the rounding band.
 
-        The band is relative to the smaller side of the cut, so a nucleus close to 1 keeps its tail. 1.0 when off.
+        The band is relative to the smaller side of the cut, so a nucleus close to 1 keeps its tail. 1.0 when
+        off.
         """
         p = self.effective_top_p
         return 1.0 if p is None else p - CUT_SLACK * min(p, 1.0 - p)
 
     @property
     def min_p_cut(self) -> float:
-        """Log of the smallest kept probability relative to the largest, less the rounding band. -inf when off."""
+        """Log of the smallest kept probability relative to the largest, less the rounding band. -inf when
+        off.
+        """
         return math.log(self.min_p * (1.0 - CUT_SLACK)) if self.min_p > 0.0 else -math.inf
 
     def unfiltered(self) -> SamplingSpec:
@@ -103,9 +113,11 @@ class SamplingSpec:
         return SamplingSpec(temperature=self.effective_temperature, ties=self.ties)
 
     def to_vllm(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `SamplingParams` that draw from this distribution and return its logprob.
+        """Keyword arguments of vLLM's `SamplingParams` that draw from this distribution and return its
+        logprob.
 
-        The engine must run with `logprobs_mode="processed_logprobs"`; `logprobs=0` returns the sampled id's entry.
+        The engine must run with `logprobs_mode="processed_logprobs"`; `logprobs=0` returns the sampled id's
+        entry.
         """
         return {
             "temperature": self.effective_temperature,

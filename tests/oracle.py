@@ -14,7 +14,8 @@ from rlcore.sampling import SamplingSpec
 DIFFERENTIABLE = ("logprob_t", "unfiltered_logprob_t", "log_mass_t", "entropy_t", "unfiltered_entropy_t")
 TOLERANCE = 1e-5
 
-# Why each kind of row is in the grid: the searches branch on spread, ties, what is banned, and who holds the mass.
+# Why each kind of row is in the grid: the searches branch on spread, ties, what is banned, and who holds the
+# mass.
 ROW_KINDS = ("random", "peaked", "flat", "tied", "banned", "huge", "bfloat16")
 
 
@@ -39,7 +40,9 @@ def make_logits(kind: str, num_rows: int, vocab_size: int, seed: int) -> torch.T
     return logits
 
 
-def gradients(result: TokenLogprobs, logits: torch.Tensor, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gradients(
+    result: TokenLogprobs, logits: torch.Tensor, weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Gradient in `logits` of each output's weighted sum over its finite entries, one output at a time."""
     grads = {}
     for name in DIFFERENTIABLE:
@@ -55,7 +58,9 @@ def make_weights(num_rows: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(num_rows, generator=generator) for name in DIFFERENTIABLE}
 
 
-def assert_same_values(ours: TokenLogprobs, reference: TokenLogprobs, tolerance: float = TOLERANCE, hint: Any = "") -> None:
+def assert_same_values(
+    ours: TokenLogprobs, reference: TokenLogprobs, tolerance: float = TOLERANCE, hint: Any = ""
+) -> None:
     """Masks and counts equal, values within `tolerance`, infinities in the same places."""
     assert torch.equal(ours.keep_t, reference.keep_t), hint
     assert torch.equal(ours.num_kept_t, reference.num_kept_t), (hint, ours.num_kept_t, reference.num_kept_t)
@@ -73,24 +78,42 @@ def assert_close(ours: torch.Tensor, reference: torch.Tensor, tolerance: float, 
 
 
 def check_shard(
-    logits: torch.Tensor, target_t: torch.Tensor, spec: SamplingSpec, start: int, stop: int, group: Any, padding: int = 0
+    logits: torch.Tensor,
+    target_t: torch.Tensor,
+    spec: SamplingSpec,
+    start: int,
+    stop: int,
+    group: Any,
+    padding: int = 0,
 ) -> None:
-    """The op on columns [start, stop) of the whole, plus padding columns, equals the reference on the whole."""
+    """The op on columns [start, stop) of the whole, plus padding columns, equals the reference on the
+    whole.
+    """
     whole = logits.double().clone().requires_grad_()
     reference = reference_logprob(whole, target_t, spec)
     weights = make_weights(len(target_t), seed=7)
     expected = gradients(reference, whole, weights)
 
-    # Padding columns hold what an untrained pad row would: large values, and NaN to prove that nobody reads them.
+    # Padding columns hold what an untrained pad row would: large values, and NaN to prove that nobody reads
+    # them.
     columns = torch.full((logits.shape[0], stop - start + padding), 1e4)
     columns[:, stop - start :][:, ::2] = math.nan
     columns[:, : stop - start] = logits[:, start:stop]
     columns.requires_grad_()
     before = columns.detach().clone()
     vocab_size = logits.shape[1]
-    ours = vocab_parallel_logprob(columns, target_t, spec, group, VocabShard(start=start, vocab_size=vocab_size), entropy=True)
+    ours = vocab_parallel_logprob(
+        columns, target_t, spec, group, VocabShard(start=start, vocab_size=vocab_size), entropy=True
+    )
     assert_same_values(ours, reference, hint=(spec, start, stop))
-    assert torch.equal(torch.nan_to_num(columns.detach(), 5.0), torch.nan_to_num(before, 5.0)), "the input was modified"
+    assert torch.equal(torch.nan_to_num(columns.detach(), 5.0), torch.nan_to_num(before, 5.0)), (
+        "the input was modified"
+    )
     for name, grad in gradients(ours, columns, weights).items():
-        assert_close(grad[:, : stop - start].double(), expected[name][:, start:stop], TOLERANCE, (spec, name, start, stop))
+        assert_close(
+            grad[:, : stop - start].double(),
+            expected[name][:, start:stop],
+            TOLERANCE,
+            (spec, name, start, stop),
+        )
         assert not grad[:, stop - start :].any(), (spec, name, "padding has a gradient")

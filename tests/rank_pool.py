@@ -1,13 +1,15 @@
-"""A persistent pool of gloo ranks that runs test functions: about 20 ms a case instead of seconds for a fresh spawn.
+"""A persistent pool of gloo ranks that runs test functions: about 20 ms a case instead of seconds for a fresh
+spawn.
 
-`run_ranks(fn, world_size, *args)` calls the module-level `fn(rank, world_size, *args)` on every rank and returns the
-ranks' return values. When any rank raises or the time is up, the whole pool is killed, so a broken case cannot
-desynchronise the next one.
+`run_ranks(fn, world_size, *args)` calls the module-level `fn(rank, world_size, *args)` on every rank and
+returns the ranks' return values. When any rank raises or the time is up, the whole pool is killed, so a
+broken case cannot desynchronise the next one.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing as mp
 import os
 import tempfile
@@ -22,7 +24,9 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class RankError(AssertionError):
-    """A rank raised. `errors` holds `(rank, exception class name, message, traceback)` of every rank that did."""
+    """A rank raised. `errors` holds `(rank, exception class name, message, traceback)` of every rank that
+    did.
+    """
 
     def __init__(self, errors: list[tuple[int, str, str, str]]) -> None:
         self.errors = errors
@@ -35,7 +39,9 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
@@ -95,7 +101,8 @@ class RankPool:
                     waiting.discard(rank)
                     if status == "error":
                         errors.append((rank, *value))
-                        # The other ranks may wait for this one in a collective: give them a moment to raise too.
+                        # The other ranks may wait for this one in a collective: give them a moment to raise
+                        # too.
                         deadline = min(deadline, time.monotonic() + 3.0)
                     else:
                         results[rank] = value
@@ -118,10 +125,8 @@ class RankPool:
     def close(self) -> None:
         """Lets every process leave its process group and end."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(5)
         self.kill()
@@ -130,7 +135,9 @@ class RankPool:
 _pools: dict[int, RankPool] = {}
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
     """Return values of `fn(rank, world_size, *args)` on every rank of a pool of that size, in rank order."""
     pool = _pools.get(world_size)
     if pool is None:

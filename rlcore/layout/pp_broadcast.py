@@ -1,10 +1,10 @@
 """Per-token results from the last pipeline stage to every stage, in one broadcast of one buffer.
 
-Which fields exist is decided from the config by `score_fields` on every stage; names, shapes and dtypes are static. No
-pickled objects, no gather that asks who has what. Bools travel as bits.
+Which fields exist is decided from the config by `score_fields` on every stage; names, shapes and dtypes are
+static. No pickled objects, no gather that asks who has what. Bools travel as bits.
 
-The buffer: one status byte (0 good, 1 the last stage has nothing valid to send), then the fields in order. The last
-stage always sends, so the others can never be left waiting for it.
+The buffer: one status byte (0 good, 1 the last stage has nothing valid to send), then the fields in order.
+    The last stage always sends, so the others can never be left waiting for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def broadcast_from_last_stage(
     """
     problem = _problem(fields, values, shape) if groups.is_last_stage else ""
     num_tokens = int(torch.Size(shape).numel())
-    buffer = torch.zeros(1 + sum(_num_bytes(field, num_tokens) for field in fields), dtype=torch.uint8, device=device)
+    buffer = torch.zeros(
+        1 + sum(_num_bytes(field, num_tokens) for field in fields), dtype=torch.uint8, device=device
+    )
     if groups.is_last_stage:
         buffer[0] = 1 if problem else 0
         if not problem:
@@ -72,15 +74,23 @@ def broadcast_from_last_stage(
     return received
 
 
-def _problem(fields: Sequence[Field], values: Mapping[str, torch.Tensor] | None, shape: tuple[int, ...]) -> str:
+def _problem(
+    fields: Sequence[Field], values: Mapping[str, torch.Tensor] | None, shape: tuple[int, ...]
+) -> str:
     """What is wrong with the values, or an empty string."""
     names = [field.name for field in fields]
     if values is None or sorted(values) != sorted(names):
         return f"expected the fields {names}, got {None if values is None else sorted(values)}."
     for field in fields:
         value = values[field.name]
-        if field.dtype not in _SENT_DTYPES or value.dtype != field.dtype or tuple(value.shape) != tuple(shape):
-            return f"{field.name} is {value.dtype} {tuple(value.shape)}, expected {field.dtype} {tuple(shape)}."
+        if (
+            field.dtype not in _SENT_DTYPES
+            or value.dtype != field.dtype
+            or tuple(value.shape) != tuple(shape)
+        ):
+            return (
+                f"{field.name} is {value.dtype} {tuple(value.shape)}, expected {field.dtype} {tuple(shape)}."
+            )
     return ""
 
 

@@ -1,7 +1,8 @@
 """Support search for a small top-k: every kept value is among the shards' k largest, so their union decides.
 
-The first `count` entries of the sorted union are the kept multiset: exactly k of weight after top-k, the minimal count
-after top-p. Only how that weight spreads over ids tied at the cut needs the number of such ids in the whole row.
+The first `count` entries of the sorted union are the kept multiset: exactly k of weight after top-k, the
+minimal count after top-p. Only how that weight spreads over ids tied at the cut needs the number of such ids
+in the whole row.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def support_from_candidates(
 ) -> Support:
     """Support of each row. Communicates nothing; every rank computes the same.
 
-    `values_rtk [r, t, k]`: each shard's k largest tempered logits, descending, -inf where the shard has fewer.
-    `tie_count_rt [r, t]`: how many entries of the shard equal its last candidate.
+    `values_rtk [r, t, k]`: each shard's k largest tempered logits, descending, -inf where the shard has
+    fewer. `tie_count_rt [r, t]`: how many entries of the shard equal its last candidate.
     """
     num_shards, num_rows, k = values_rtk.shape
     values_tk = values_rtk.transpose(0, 1).reshape(num_rows, num_shards * k).topk(k, dim=1).values
@@ -69,9 +70,11 @@ def _at(values_tk: torch.Tensor, count_t: torch.Tensor) -> torch.Tensor:
 
 
 def _num_tied(tie_count_rt: torch.Tensor, values_rtk: torch.Tensor, value_t: torch.Tensor) -> torch.Tensor:
-    """`[t]` int64: entries of the whole row equal to `value_t`, which is at least each shard's last full candidate.
+    """`[t]` int64: entries of the whole row equal to `value_t`, which is at least each shard's last full
+    candidate.
 
-    A shard whose last candidate is the value may have more of it than it listed; elsewhere the list is complete.
+    A shard whose last candidate is the value may have more of it than it listed; elsewhere the list is
+    complete.
     """
     listed_rt = (values_rtk == value_t[None, :, None]).sum(dim=2)
     at_last_rt = values_rtk[:, :, -1] == value_t

@@ -1,4 +1,5 @@
-"""Drawing the next token from the truncated distribution, vocabulary sharded over TP: the sampler's side of the op.
+"""Drawing the next token from the truncated distribution, vocabulary sharded over TP: the sampler's side of
+the op.
 
 The support comes from the same search that scores tokens, so sampler and trainer agree by construction.
 """
@@ -17,18 +18,25 @@ from rlcore.sampling import SamplingSpec
 
 
 def draw_tokens(
-    logits_tv: torch.Tensor, spec: SamplingSpec, tp_group: Group, vocab: VocabShard, generator: torch.Generator
+    logits_tv: torch.Tensor,
+    spec: SamplingSpec,
+    tp_group: Group,
+    vocab: VocabShard,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One id per row and its logprob under the truncated distribution, the same on all TP ranks.
 
-    Maths: argmax over the support of z + log(share) - log E with E ~ Exp(1), which draws from the distribution.
+    Maths: argmax over the support of z + log(share) - log E with E ~ Exp(1), which draws from the
+        distribution.
     Shapes: `logits_tv [t, v]` -> ids `[t]` int64, logprobs `[t]`. Dtypes: as `vocab_parallel_logprob`.
     Layout: `generator` must differ between TP ranks (each draws the noise of its own columns).
-    Collectives: those of `find_support`, and one all-gather of 3 float64 a row. Backward: none. Mutates: the generator.
-    Rows with NaN, +inf or nothing finite give NaN as logprob: the caller refuses them.
+    Collectives: those of `find_support`, and one all-gather of 3 float64 a row. Backward: none. Mutates: the
+        generator. Rows with NaN, +inf or nothing finite give NaN as logprob: the caller refuses them.
     """
     real_tv = real_columns(logits_tv, vocab)
-    nothing_t = torch.full((logits_tv.shape[0],), -math.inf, device=logits_tv.device, dtype=temper(logits_tv[:0], spec).dtype)
+    nothing_t = torch.full(
+        (logits_tv.shape[0],), -math.inf, device=logits_tv.device, dtype=temper(logits_tv[:0], spec).dtype
+    )
     _, stats, support = find_support(real_tv, nothing_t, spec, tp_group, vocab.vocab_size, entropy=False)
     best_t3 = torch.full((logits_tv.shape[0], 3), -math.inf, dtype=torch.float64, device=logits_tv.device)
     if real_tv.shape[1]:

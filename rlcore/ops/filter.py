@@ -1,13 +1,14 @@
 """Support search: which ids a truncated distribution can draw, as a handful of numbers per token.
 
-A support is a threshold on the tempered logit, the share of the group tied at it, the log-normaliser and a count.
-Nothing vocabulary-sized is sent, saved or sorted. Logits are handed in as this rank's real columns `[t, v]`.
+A support is a threshold on the tempered logit, the share of the group tied at it, the log-normaliser and a
+count. Nothing vocabulary-sized is sent, saved or sorted. Logits are handed in as this rank's real columns
+`[t, v]`.
 
 Two searches, chosen by the spec alone, so that every rank takes the same one:
-- candidates: top-k is on and small. Each shard's k largest values are gathered; the support is a prefix of the sorted
-  union, and top-p only needs the union.
-- radix: the threshold's bits are found eight at a time from histograms of mass and count over the ordered integer keys
-  of the floats. It ends on a value that occurs in the row, so it is exact.
+- candidates: top-k is on and small. Each shard's k largest values are gathered; the support is a prefix of
+  the sorted union, and top-p only needs the union.
+- radix: the threshold's bits are found eight at a time from histograms of mass and count over the ordered
+  integer keys of the floats. It ends on a value that occurs in the row, so it is exact.
 """
 
 from __future__ import annotations
@@ -19,24 +20,43 @@ import torch
 from rlcore.collectives import Group, all_gather, all_reduce_
 from rlcore.ops.candidates import support_from_candidates
 from rlcore.ops.radix import support_from_radix
-from rlcore.ops.rows import RowStats, Support, compute_dtype, finite, min_p_floor, row_chunks, sums_from, temper
+from rlcore.ops.rows import (
+    RowStats,
+    Support,
+    compute_dtype,
+    finite,
+    min_p_floor,
+    row_chunks,
+    sums_from,
+    temper,
+)
 from rlcore.sampling import SamplingSpec
 
-# Largest top-k that is found by gathering candidates: k x TP floats a token must stay below the radix histograms.
+# Largest top-k that is found by gathering candidates: k x TP floats a token must stay below the radix
+# histograms.
 MAX_CANDIDATES = 1024
 
 
 def find_support(
-    logits_tv: torch.Tensor, z_target_t: torch.Tensor, spec: SamplingSpec, tp_group: Group, vocab_size: int, entropy: bool
+    logits_tv: torch.Tensor,
+    z_target_t: torch.Tensor,
+    spec: SamplingSpec,
+    tp_group: Group,
+    vocab_size: int,
+    entropy: bool,
 ) -> tuple[torch.Tensor, RowStats, Support]:
     """The target's tempered logit on every rank, the rows' statistics and their support.
 
     `z_target_t [t]` is -inf on the ranks that do not hold the target. `vocab_size` is V, of all shards.
     Collectives over `tp_group`, whatever the data: one all-gather; one all-reduce more for min-p alone; four
-    all-reduces (eight for float64) for a large top-k, and as many for a top-p that has no small top-k before it, then
-    one for the entropy when it is asked for.
+    all-reduces (eight for float64) for a large top-k, and as many for a top-p that has no small top-k before
+    it, then one for the entropy when it is asked for.
     """
-    top_k = spec.effective_top_k if spec.effective_top_k is not None and spec.effective_top_k < vocab_size else None
+    top_k = (
+        spec.effective_top_k
+        if spec.effective_top_k is not None and spec.effective_top_k < vocab_size
+        else None
+    )
     small_k = top_k if top_k is not None and top_k <= MAX_CANDIDATES else 0
     local_tc = _local_summary(logits_tv, spec, small_k, entropy)
     gathered_rtc = all_gather(torch.cat([z_target_t[:, None], local_tc], dim=1), tp_group)
@@ -54,9 +74,11 @@ def find_support(
 
 
 def _local_summary(logits_tv: torch.Tensor, spec: SamplingSpec, small_k: int, entropy: bool) -> torch.Tensor:
-    """`[t, 4 (+ 1 + k)]`: this shard's max, sum of exp(y), sum of exp(y) y, finite count (tie count, k largest).
+    """`[t, 4 (+ 1 + k)]`: this shard's max, sum of exp(y), sum of exp(y) y, finite count (tie count, k
+    largest).
 
-    y is relative to the shard's own max. The tie count is that of the shard's k-th value, ties cut off by k included.
+    y is relative to the shard's own max. The tie count is that of the shard's k-th value, ties cut off by k
+    included.
     """
     num_rows, width = logits_tv.shape
     dtype = compute_dtype(logits_tv)
@@ -85,7 +107,9 @@ def _local_summary(logits_tv: torch.Tensor, spec: SamplingSpec, small_k: int, en
 
 
 def _combine_stats(parts_rtc: torch.Tensor, entropy: bool) -> RowStats:
-    """Statistics of whole rows from the shards' (max, sum, weighted sum) `[r, t, 3]`; the same on every rank."""
+    """Statistics of whole rows from the shards' (max, sum, weighted sum) `[r, t, 3]`; the same on every
+    rank.
+    """
     max_rt, sum_rt, weighted_rt = parts_rtc.unbind(dim=2)
     max_t = max_rt.amax(dim=0)
     shift_rt = max_rt - max_t

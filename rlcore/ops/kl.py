@@ -1,7 +1,7 @@
 """KL divergence to the frozen reference policy, per token, from unfiltered logprobs.
 
-Source: Schulman, "Approximating KL divergence" (k3); the score-function gradient makes its expectation the gradient of
-the KL divergence itself, which plain differentiation of k3 does not.
+Source: Schulman, "Approximating KL divergence" (k3); the score-function gradient makes its expectation the
+    gradient of the KL divergence itself, which plain differentiation of k3 does not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class KLTerms:
 def k3(logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor) -> KLTerms:
     """k3 estimate of KL(policy || reference) with the score-function gradient.
 
-    Maths: d = reference - logprob; k3 = exp(d) - 1 - d; gradient of k3 + stop(k3) * logprob, which is -d per token.
+    Maths: d = reference - logprob; k3 = exp(d) - 1 - d; gradient of k3 + stop(k3) * logprob, which is -d per
+        token.
     Shapes: all `[t]`. Dtypes: computed in float32, or float64 for float64 input. Layout: any; elementwise.
     Collectives: none. Backward: to `logprob_t`; 0 where clamped or masked. Mutates: nothing.
     Masked slots may hold -inf or NaN: they are selected away before any exp.

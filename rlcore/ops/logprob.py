@@ -1,4 +1,5 @@
-"""THE OP: log-probability of each target under the truncated and the whole distribution, vocabulary sharded over TP.
+"""THE OP: log-probability of each target under the truncated and the whole distribution, vocabulary sharded
+over TP.
 
 One call, one backward, both distributions.
 """
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.ops.filter import find_support
-from rlcore.ops.rows import RowStats, Support, compute_dtype, finite, row_chunks, temper
+from rlcore.ops.rows import compute_dtype, finite, row_chunks, temper
 from rlcore.sampling import SamplingSpec
 
 
@@ -29,11 +30,14 @@ class VocabShard:
 
     @staticmethod
     def even(padded_size: int, vocab_size: int, tp_group: Group) -> VocabShard:
-        """The shard of this rank when `padded_size` columns are cut evenly over the group, as Megatron does."""
+        """The shard of this rank when `padded_size` columns are cut evenly over the group, as Megatron
+        does.
+        """
         width = padded_size // group_size(tp_group)
         if width * group_size(tp_group) != padded_size:
             raise ValueError(
-                f"a padded vocabulary of {padded_size} does not divide over {group_size(tp_group)} ranks; pad it to a "
+                f"a padded vocabulary of {padded_size} does not divide over {group_size(tp_group)} ranks; "
+                "pad it to a "
                 "multiple, or build VocabShard(start=..., vocab_size=...) for uneven shards."
             )
         return VocabShard(start=group_rank(tp_group) * width, vocab_size=vocab_size)
@@ -46,7 +50,9 @@ class TokenLogprobs:
     logprob_t: torch.Tensor
     """Under the truncated distribution; -inf where `keep_t` is False, with gradient exactly 0 there."""
     unfiltered_logprob_t: torch.Tensor
-    """Under the whole distribution at the same temperature. NaN marks a row the model broke (NaN, +inf, all -inf)."""
+    """Under the whole distribution at the same temperature. NaN marks a row the model broke (NaN, +inf, all
+    -inf).
+    """
     keep_t: torch.Tensor
     """bool: the target is inside the support."""
     log_mass_t: torch.Tensor
@@ -71,26 +77,31 @@ def vocab_parallel_logprob(
 ) -> TokenLogprobs:
     """Truncated and plain log-probability of each target, exact under TP.
 
-    Maths: z = logits / T; support = min-p, then top-k, then top-p of what is left; logprob = z[target] - lse(support).
-    Shapes: `logits_tv [t, v]`, this rank's columns, any strides; `target_t [t]`, ids of the whole vocabulary; both
-        entropies are `[t]`.
-    Dtypes: logits of any float dtype; maths and results in float32 (float64 for float64 logits); target int64.
-    Layout: `vocab` says which ids the columns are; None takes shards of one width in rank order, without padding.
-        `t` and the target are the same on all ranks of `tp_group`; `t` and V need not divide by anything.
-    Collectives: over `tp_group`, from the spec alone: one all-gather of 5 numbers a token (6 + k with top_k <= 1024);
-        one all-reduce of 3 numbers for min-p alone; four all-reduces of 512 numbers for each of a larger top-k and a
-        top-p without a small top-k, and one of 1 number with `entropy`. Backward: none.
-    Backward: writes `[t, v]` from the logits and O(t) saved numbers; differentiable in `logits_tv` through logprob,
-        unfiltered logprob, log mass and both entropies (the support is held constant). Once.
+    Maths: z = logits / T; support = min-p, then top-k, then top-p of what is left; logprob = z[target] -
+        lse(support).
+    Shapes: `logits_tv [t, v]`, this rank's columns, any strides; `target_t [t]`, ids of the whole vocabulary;
+        both entropies are `[t]`.
+    Dtypes: logits of any float dtype; maths and results in float32 (float64 for float64 logits); target
+        int64.
+    Layout: `vocab` says which ids the columns are; None takes shards of one width in rank order, without
+        padding. `t` and the target are the same on all ranks of `tp_group`; `t` and V need not divide by
+        anything.
+    Collectives: over `tp_group`, from the spec alone: one all-gather of 5 numbers a token (6 + k with top_k
+        <= 1024); one all-reduce of 3 numbers for min-p alone; four all-reduces of 512 numbers for each of a
+        larger top-k and a top-p without a small top-k, and one of 1 number with `entropy`. Backward: none.
+    Backward: writes `[t, v]` from the logits and O(t) saved numbers; differentiable in `logits_tv` through
+        logprob, unfiltered logprob, log mass and both entropies (the support is held constant). Once.
     Mutates: nothing.
 
-    `validate`: check shapes, ids and rows and raise; it reads values back, so None checks CPU tensors only. Without
-    it a broken row gives NaN in `unfiltered_logprob_t` for the caller to refuse.
+    `validate`: check shapes, ids and rows and raise; it reads values back, so None checks CPU tensors only.
+    Without it a broken row gives NaN in `unfiltered_logprob_t` for the caller to refuse.
 
-    Raises `ValueError` for mixed shapes, target ids outside [0, V), and rows with NaN, +inf, or nothing finite; the
-    message names the row.
+    Raises `ValueError` for mixed shapes, target ids outside [0, V), and rows with NaN, +inf, or nothing
+    finite; the message names the row.
     """
-    vocab = vocab or VocabShard(start=group_rank(tp_group) * _width(logits_tv), vocab_size=_whole_width(logits_tv, tp_group))
+    vocab = vocab or VocabShard(
+        start=group_rank(tp_group) * _width(logits_tv), vocab_size=_whole_width(logits_tv, tp_group)
+    )
     _check_shapes(logits_tv, target_t)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     if validate:
@@ -111,12 +122,15 @@ def vocab_parallel_logprob(
 
 
 def check_rows(result: TokenLogprobs) -> None:
-    """Raises `ValueError` naming the first row whose logits were NaN, +inf or all -inf. The same on every TP rank."""
+    """Raises `ValueError` naming the first row whose logits were NaN, +inf or all -inf. The same on every TP
+    rank.
+    """
     broken_t = torch.isnan(result.unfiltered_logprob_t)
     if broken_t.any():
         row = int(broken_t.nonzero()[0])
         raise ValueError(
-            f"logits row {row} has a NaN or +inf, or no finite entry ({int(broken_t.sum())} of {len(broken_t)} rows do): "
+            f"logits row {row} has a NaN or +inf, or no finite entry ({int(broken_t.sum())} of "
+            f"{len(broken_t)} rows do): "
             "the model's output is broken. Check the weights, the learning rate and the input of that row."
         )
 
@@ -135,7 +149,9 @@ class _TruncatedLogprob(torch.autograd.Function):
         real_tv = real_columns(logits_tv, vocab)
         here_t, column_t = _local_column(target_t, real_tv.shape[1], vocab)
         z_target_t = _gather_target(real_tv, here_t, column_t, spec)
-        z_target_t, stats, support = find_support(real_tv, z_target_t, spec, tp_group, vocab.vocab_size, entropy)
+        z_target_t, stats, support = find_support(
+            real_tv, z_target_t, spec, tp_group, vocab.vocab_size, entropy
+        )
         y_target_t = z_target_t - stats.max_t
         keep_t = (z_target_t >= support.threshold_t) & (z_target_t > -math.inf)
         logprob_t = torch.where(keep_t, y_target_t - support.log_sum_t, -math.inf)
@@ -145,9 +161,18 @@ class _TruncatedLogprob(torch.autograd.Function):
         entropy_t = support.entropy_t if support.entropy_t is not None else none
         whole_entropy_t = stats.entropy_t if stats.entropy_t is not None else none
         ctx.save_for_backward(
-            logits_tv, here_t, column_t, keep_t, stats.max_t, stats.log_sum_t, support.threshold_t,
-            support.share_t, support.log_sum_t, entropy_t, whole_entropy_t,
-        )  # fmt: skip
+            logits_tv,
+            here_t,
+            column_t,
+            keep_t,
+            stats.max_t,
+            stats.log_sum_t,
+            support.threshold_t,
+            support.share_t,
+            support.log_sum_t,
+            entropy_t,
+            whole_entropy_t,
+        )
         ctx.spec, ctx.vocab, ctx.entropy = spec, vocab, entropy
         ctx.mark_non_differentiable(keep_t, support.num_kept_t)
         ctx.set_materialize_grads(False)
@@ -176,13 +201,19 @@ class _TruncatedLogprob(torch.autograd.Function):
             part_tv = kept_p_tv * (grad_mass_t - grad_logprob_t)[rows, None]
             part_tv -= whole_p_tv * (grad_mass_t + grad_unfiltered_t)[rows, None]
             if ctx.entropy:
-                part_tv -= grad_entropy_t[rows, None] * kept_p_tv * (
-                    finite(y_tv) - (kept_log_sum_t - entropy_t)[rows, None]
+                part_tv -= (
+                    grad_entropy_t[rows, None]
+                    * kept_p_tv
+                    * (finite(y_tv) - (kept_log_sum_t - entropy_t)[rows, None])
                 )
-                part_tv -= grad_whole_entropy_t[rows, None] * whole_p_tv * (
-                    finite(y_tv) - (log_sum_t - whole_entropy_t)[rows, None]
+                part_tv -= (
+                    grad_whole_entropy_t[rows, None]
+                    * whole_p_tv
+                    * (finite(y_tv) - (log_sum_t - whole_entropy_t)[rows, None])
                 )
-            part_tv.scatter_add_(1, column_t[rows, None], target_grad_t[rows, None]) if part_tv.shape[1] else None
+            part_tv.scatter_add_(1, column_t[rows, None], target_grad_t[rows, None]) if part_tv.shape[
+                1
+            ] else None
             real_grad_tv[rows] = (part_tv / ctx.spec.effective_temperature).to(grad_tv.dtype)
         return grad_tv, None, None, None, None, None
 
@@ -226,12 +257,14 @@ def _whole_width(logits_tv: torch.Tensor, tp_group: Group) -> int:
 def _check_shapes(logits_tv: torch.Tensor, target_t: torch.Tensor) -> None:
     if logits_tv.dim() != 2 or target_t.dim() != 1 or logits_tv.shape[0] != target_t.shape[0]:
         raise ValueError(
-            f"logits of shape {tuple(logits_tv.shape)} and targets of shape {tuple(target_t.shape)}: expected [t, v] and "
+            f"logits of shape {tuple(logits_tv.shape)} and targets of shape {tuple(target_t.shape)}: "
+            "expected [t, v] and "
             "[t]. Flatten batch and sequence into one token axis."
         )
     if not logits_tv.is_floating_point() or target_t.is_floating_point() or target_t.dtype == torch.bool:
         raise ValueError(
-            f"logits are {logits_tv.dtype} and targets {target_t.dtype}: expected a float dtype and integer ids."
+            f"logits are {logits_tv.dtype} and targets {target_t.dtype}: expected a float dtype and integer "
+            "ids."
         )
 
 

@@ -1,6 +1,7 @@
 """THE LOSS: the clipped policy-gradient term per token, and its sum over a denominator known before the step.
 
-Source: PPO's clipped surrogate (Schulman et al., 2017) with separate lower and upper epsilon (DAPO's clip-higher).
+Source: PPO's clipped surrogate (Schulman et al., 2017) with separate lower and upper epsilon (DAPO's
+    clip-higher).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Clamp of the log ratio before exp, in nats: a ratio of exp(20) is clipped by any surrogate, and stays finite.
+# Clamp of the log ratio before exp, in nats: a ratio of exp(20) is clipped by any surrogate, and stays
+# finite.
 MAX_LOG_RATIO = 20.0
 
 
@@ -27,10 +29,13 @@ class PolicyTerms:
     """bool: the upper bound decided this token's loss."""
 
 
-def masked_log_ratio(logprob_t: torch.Tensor, old_logprob_t: torch.Tensor, mask_t: torch.Tensor) -> torch.Tensor:
+def masked_log_ratio(
+    logprob_t: torch.Tensor, old_logprob_t: torch.Tensor, mask_t: torch.Tensor
+) -> torch.Tensor:
     """`[t]` logprob - old logprob where `mask_t`, 0 elsewhere; no gradient flows from masked slots.
 
-    Both operands are selected before they are subtracted: a masked -inf, +inf or NaN never meets an operation.
+    Both operands are selected before they are subtracted: a masked -inf, +inf or NaN never meets an
+        operation.
     """
     return torch.where(mask_t, logprob_t, 0.0) - torch.where(mask_t, old_logprob_t, 0.0)
 
@@ -43,9 +48,11 @@ def clipped_policy_terms(
     ratio_clip_min: float,
     ratio_clip_max: float,
 ) -> PolicyTerms:
-    """PPO/GRPO clip: -min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A) with r = exp(logprob - old).
+    """PPO/GRPO clip: -min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A) with r = exp(logprob -
+    old).
 
-    Shapes: all `[t]`; `mask_t` bool, the actor mask. Dtypes: float32. Layout: any; elementwise. Collectives: none.
+    Shapes: all `[t]`; `mask_t` bool, the actor mask. Dtypes: float32. Layout: any; elementwise. Collectives:
+        none.
     Backward: to `logprob_t`, exactly 0 outside the mask and where the clip decides. Mutates: nothing.
     The log ratio is clamped at +20 before exp, so the loss is finite for every finite input.
     """
@@ -65,5 +72,7 @@ def clipped_policy_terms(
 
 
 def token_sum_over(loss_t: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-    """Sum of per-token losses over a global count; a count of 0 gives a differentiable 0, because the sum is 0 too."""
+    """Sum of per-token losses over a global count; a count of 0 gives a differentiable 0, because the sum is
+    0 too.
+    """
     return loss_t.sum() / denominator.clamp(min=1)

@@ -1,8 +1,8 @@
 """Support search for a large top-k or a top-p of the whole row, without candidates.
 
-The bits of the threshold are found eight at a time, most significant first, from histograms of count and mass over the
-ordered integer keys of the floats. The descent ends on a key that occurs in the row: the search is exact. Every level
-sends `2 x 256` numbers a token, whatever V and TP.
+The bits of the threshold are found eight at a time, most significant first, from histograms of count and mass
+over the ordered integer keys of the floats. The descent ends on a key that occurs in the row: the search is
+exact. Every level sends `2 x 256` numbers a token, whatever V and TP.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ class _Cut:
 
 
 def support_from_radix(
-    logits_tv: torch.Tensor, stats: RowStats, spec: SamplingSpec, top_k: int | None, tp_group: Group, entropy: bool
+    logits_tv: torch.Tensor,
+    stats: RowStats,
+    spec: SamplingSpec,
+    top_k: int | None,
+    tp_group: Group,
+    entropy: bool,
 ) -> Support:
-    """Support of each row. One all-reduce a level of each descent (top-k, top-p), one more for the entropy."""
+    """Support of each row. One all-reduce a level of each descent (top-k, top-p), one more for the
+    entropy.
+    """
     search = _Search(logits_tv, stats, spec, tp_group)
     lowest_t = min_p_floor(stats, spec)
     if top_k is not None:
@@ -57,19 +64,24 @@ def support_from_radix(
 def _nucleus_inside(
     search: _Search, outer: _Cut, num_outer_t: torch.Tensor, spec: SamplingSpec
 ) -> tuple[_Cut, torch.Tensor]:
-    """top-p on what top-k left: either it stops strictly above top-k's cut, or inside the group tied at that cut."""
+    """top-p on what top-k left: either it stops strictly above top-k's cut, or inside the group tied at that
+    cut.
+    """
     goal_t = spec.top_p_cut * (outer.mass_above_t + num_outer_t * outer.mass_t)
     inner = search.descend(outer.threshold_t, strict=True, goal_mass_t=goal_t)
     num_inner_t = _group_for_mass(inner, goal_t, inner.num_tied_t, spec)
     num_last_t = _group_for_mass(outer, goal_t, num_outer_t, spec)
     stops_inside_t = outer.mass_above_t < goal_t
     merged = {
-        name: torch.where(stops_inside_t, getattr(outer, name), getattr(inner, name)) for name in _Cut.__dataclass_fields__
+        name: torch.where(stops_inside_t, getattr(outer, name), getattr(inner, name))
+        for name in _Cut.__dataclass_fields__
     }
     return _Cut(**merged), torch.where(stops_inside_t, num_last_t, num_inner_t)
 
 
-def _group_for_mass(cut: _Cut, goal_t: torch.Tensor, num_available_t: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
+def _group_for_mass(
+    cut: _Cut, goal_t: torch.Tensor, num_available_t: torch.Tensor, spec: SamplingSpec
+) -> torch.Tensor:
     """`[t]` int64: entries of the tied group needed until the mass above the next one reaches the goal."""
     needed_t = ((goal_t - cut.mass_above_t) / cut.mass_t).ceil()
     # 0/0 where the group has no mass at all: one entry is as good as none.
@@ -116,13 +128,14 @@ class _Search:
         *,
         strict: bool,
         goal_count: int | None = None,
-        goal_mass: float | None = None,
+        goal_mass: float = 1.0,
         goal_mass_t: torch.Tensor | None = None,
     ) -> _Cut:
-        """The largest value at which the entries from it upwards reach the goal, among entries >= (>) `lowest_t`.
+        """The largest value at which the entries from it upwards reach the goal, among entries >= (>)
+        `lowest_t`.
 
-        The goal is a count, a mass `[t]`, or a part of the eligible mass. Rows that never reach it end on their
-        lowest eligible value.
+        The goal is a count, a mass `[t]`, or a part of the eligible mass. Rows that never reach it end on
+        their lowest eligible value.
         """
         num_rows, device = self.logits_tv.shape[0], self.logits_tv.device
         prefix_t = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -131,7 +144,9 @@ class _Search:
         total_mass_t = torch.zeros_like(num_above_t)
         for shift in range(self.num_bits - RADIX_BITS, -1, -RADIX_BITS):
             histogram_tb2 = self._histogram(prefix_t, shift, lowest_t, strict)
-            count_tb, mass_tb = all_reduce_(histogram_tb2, "sum", self.tp_group).double().flip(1).unbind(dim=2)
+            count_tb, mass_tb = (
+                all_reduce_(histogram_tb2, "sum", self.tp_group).double().flip(1).unbind(dim=2)
+            )
             if shift == self.num_bits - RADIX_BITS:
                 total_mass_t = mass_tb.sum(dim=1)
             if goal_count is not None:
@@ -154,8 +169,12 @@ class _Search:
             total_mass_t=total_mass_t,
         )
 
-    def _histogram(self, prefix_t: torch.Tensor, shift: int, lowest_t: torch.Tensor, strict: bool) -> torch.Tensor:
-        """`[t, bins, 2]`: count and mass of this shard's eligible entries by the digit at `shift`, prefix matching."""
+    def _histogram(
+        self, prefix_t: torch.Tensor, shift: int, lowest_t: torch.Tensor, strict: bool
+    ) -> torch.Tensor:
+        """`[t, bins, 2]`: count and mass of this shard's eligible entries by the digit at `shift`, prefix
+        matching.
+        """
         device, dtype = self.logits_tv.device, self.stats.max_t.dtype
         out_tb2 = torch.empty((self.logits_tv.shape[0], NUM_BINS, 2), dtype=dtype, device=device)
         for rows in row_chunks(self.logits_tv):
@@ -196,7 +215,8 @@ def _digits(key_tv: torch.Tensor, shift: int, num_bits: int) -> torch.Tensor:
     """int64: the unsigned order of the keys, shifted right."""
     key_tv = key_tv.long()
     if num_bits == 64:
-        # The sign bit is flipped to get the unsigned order; the arithmetic shift's copies of it are masked off.
+        # The sign bit is flipped to get the unsigned order; the arithmetic shift's copies of it are masked
+        # off.
         return ((key_tv ^ (-(2**63))) >> shift) & ((1 << (64 - shift)) - 1)
     return (key_tv + 2**31) >> shift
 

@@ -1,4 +1,5 @@
-"""The specification: unsharded, slow, obvious, float64. Tests and benchmarks compare everything with this file.
+"""The specification: unsharded, slow, obvious, float64. Tests and benchmarks compare everything with this
+file.
 
 Gradients come from plain autograd, so nothing here shares a formula with the fast implementations.
 """
@@ -16,18 +17,23 @@ from rlcore.sampling import SamplingSpec
 def reference_logprob(logits_tv: torch.Tensor, target_t: torch.Tensor, spec: SamplingSpec) -> TokenLogprobs:
     """Truncated and plain log-probability of each target, all columns of `logits_tv [T, V]` being real ids.
 
-    Returns float64 fields; differentiable in `logits_tv`. An all -inf row or a NaN is an error naming the row.
+    Returns float64 fields; differentiable in `logits_tv`. An all -inf row or a NaN is an error naming the
+    row.
     """
     z_tv = logits_tv.double() / spec.effective_temperature
     bad = ~(torch.isfinite(z_tv) | torch.isneginf(z_tv)).all(dim=1) | torch.isneginf(z_tv).all(dim=1)
     if bad.any():
         raise ValueError(f"row {int(bad.nonzero()[0])}: a NaN or +inf logit, or no finite logit.")
-    weight_tv = torch.stack([support_weights(row, spec) for row in z_tv.detach()]) if len(z_tv) else z_tv.detach()
+    weight_tv = (
+        torch.stack([support_weights(row, spec) for row in z_tv.detach()]) if len(z_tv) else z_tv.detach()
+    )
     rows = torch.arange(len(z_tv), device=z_tv.device)
 
     lse_t = torch.logsumexp(z_tv, dim=1)
     kept_tv = weight_tv > 0
-    lse_kept_t = torch.logsumexp(z_tv.masked_fill(~kept_tv, -math.inf) + weight_tv.clamp(min=1e-300).log(), dim=1)
+    lse_kept_t = torch.logsumexp(
+        z_tv.masked_fill(~kept_tv, -math.inf) + weight_tv.clamp(min=1e-300).log(), dim=1
+    )
     keep_t = kept_tv[rows, target_t]
     z_target_t = z_tv[rows, target_t]
     logprob_t = torch.where(keep_t, torch.where(keep_t, z_target_t, 0.0) - lse_kept_t, -math.inf)
@@ -43,7 +49,8 @@ def reference_logprob(logits_tv: torch.Tensor, target_t: torch.Tensor, spec: Sam
 
 
 def support_weights(z_v: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
-    """Weight in [0, 1] of every id of one row of tempered logits `z_v [V]`: 0 dropped, 1 kept, between: a shared tie.
+    """Weight in [0, 1] of every id of one row of tempered logits `z_v [V]`: 0 dropped, 1 kept, between: a
+    shared tie.
 
     min-p, then top-k on what is left, then top-p on what is left, as vLLM's sampler does.
     """
@@ -81,7 +88,9 @@ def _spread(order: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tens
 
 
 def _entropy(z_tv: torch.Tensor, weight_tv: torch.Tensor, lse_t: torch.Tensor) -> torch.Tensor:
-    """Sum of weight * p * -log p with p = exp(z - lse); entries without mass contribute exactly 0, gradient too."""
+    """Sum of weight * p * -log p with p = exp(z - lse); entries without mass contribute exactly 0, gradient
+    too.
+    """
     counts = (weight_tv > 0) & (z_tv > -math.inf)
     logprob_tv = torch.where(counts, z_tv, 0.0) - lse_t[:, None]
     return -(torch.where(counts, weight_tv, 0.0) * logprob_tv.exp() * logprob_tv).sum(dim=1)

@@ -1,4 +1,5 @@
-"""What both support searches share: statistics of a row, its support, and visiting rows without large temporaries.
+"""What both support searches share: statistics of a row, its support, and visiting rows without large
+temporaries.
 
 y is a tempered logit relative to the largest of its whole row.
 """
@@ -52,7 +53,9 @@ def row_chunks(logits_tv: torch.Tensor) -> Iterator[slice]:
 
 
 def temper(logits_tv: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
-    """Tempered logits in the compute dtype: float32, or float64 for float64 input. A new tensor unless T is 1."""
+    """Tempered logits in the compute dtype: float32, or float64 for float64 input. A new tensor unless T is
+    1.
+    """
     z_tv = logits_tv.to(compute_dtype(logits_tv))
     return z_tv if spec.effective_temperature == 1.0 else z_tv / spec.effective_temperature
 
@@ -75,7 +78,9 @@ def min_p_floor(stats: RowStats, spec: SamplingSpec) -> torch.Tensor:
 def sums_from(
     logits_tv: torch.Tensor, threshold_t: torch.Tensor, stats: RowStats, spec: SamplingSpec, entropy: bool
 ) -> torch.Tensor:
-    """`[t, 3]` of this shard over z >= threshold: sum of exp(y), count, sum of exp(y) y (0 unless `entropy`)."""
+    """`[t, 3]` of this shard over z >= threshold: sum of exp(y), count, sum of exp(y) y (0 unless
+    `entropy`).
+    """
     sums_tc = torch.zeros((logits_tv.shape[0], 3), dtype=stats.max_t.dtype, device=logits_tv.device)
     for rows in row_chunks(logits_tv):
         z_tv = temper(logits_tv[rows], spec)

@@ -1,4 +1,6 @@
-"""The embedded rollout engine: draws responses from the policy under training, with the trainer's own truncation code."""
+"""The embedded rollout engine: draws responses from the policy under training, with the trainer's own
+truncation code.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from rlcore.sampling import SamplingSpec
 class PolicySampler:
     """`RolloutEngine` over a `DecodingModel`.
 
-    Prompts of different lengths run together: rows are aligned at the start, and a row whose prompt is still going
-    takes its next prompt token instead of a drawn one.
+    Prompts of different lengths run together: rows are aligned at the start, and a row whose prompt is still
+        going takes its next prompt token instead of a drawn one.
     """
 
     def __init__(
@@ -31,8 +33,8 @@ class PolicySampler:
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
         """`samples_per_prompt` responses to each prompt, next to each other. Collective over the whole run.
 
-        A response that ends keeps its end-of-text token as its last response token. Raises `ValueError` on every rank
-        for an empty prompt, a prompt that leaves no room for a response, and logits that are NaN.
+        A response that ends keeps its end-of-text token as its last response token. Raises `ValueError` on
+        every rank for an empty prompt, a prompt that leaves no room for a response, and logits that are NaN.
         """
         groups = self.decoder.groups
         error = self._prompt_error(prompts)
@@ -44,7 +46,8 @@ class PolicySampler:
         for row, prompt in enumerate(rows):
             ids_sl[row, : len(prompt.ids)] = torch.tensor(list(prompt.ids))
         logprob_sl, length_s, finished_s, broken_s = self._decode(ids_sl, prompt_length_s, limit_s, seed)
-        # Every rank waits here for every replica: a replica with broken logits must not leave the others behind.
+        # Every rank waits here for every replica: a replica with broken logits must not leave the others
+        # behind.
         raise_together(_broken_error(broken_s, rows), groups.world, self._device())
         longest = int(length_s.max())
         return Rollout(
@@ -63,7 +66,9 @@ class PolicySampler:
         """Fills `ids_sl` in place; returns logprobs `[S, L]`, lengths, finished and broken flags `[S]`."""
         groups = self.decoder.groups
         num_rows, max_length = ids_sl.shape
-        generator = torch.Generator(device=ids_sl.device).manual_seed((seed * 1000003 + groups.tp_rank) % 2**63)
+        generator = torch.Generator(device=ids_sl.device).manual_seed(
+            (seed * 1000003 + groups.tp_rank) % 2**63
+        )
         logprob_sl = torch.zeros((num_rows, max_length), dtype=torch.float32, device=ids_sl.device)
         finished_s = torch.zeros(num_rows, dtype=torch.bool, device=ids_sl.device)
         broken_s = torch.zeros_like(finished_s)
@@ -107,11 +112,15 @@ class PolicySampler:
             return ValueError("no prompts to generate from: set rollout.prompts_per_step to at least 1.")
         for prompt in prompts:
             if not prompt.ids:
-                return ValueError(f"prompt {prompt.group_id} is empty: every prompt needs at least one token.")
+                return ValueError(
+                    f"prompt {prompt.group_id} is empty: every prompt needs at least one token."
+                )
             if len(prompt.ids) >= self.max_length:
                 return ValueError(
-                    f"prompt {prompt.group_id} has {len(prompt.ids)} tokens, and the model has {self.max_length} "
-                    "positions: no room for a response. Shorten the prompt or raise model.max_position_embeddings."
+                    f"prompt {prompt.group_id} has {len(prompt.ids)} tokens, and the model has "
+                    f"{self.max_length} "
+                    "positions: no room for a response. Shorten the prompt or raise "
+                    "model.max_position_embeddings."
                 )
         return None
 
@@ -122,7 +131,9 @@ def _broken_error(broken_s: torch.Tensor, rows: Sequence[Prompt]) -> ValueError 
         return None
     row = int(broken_s.nonzero()[0])
     return ValueError(
-        f"the policy's logits are NaN, +inf or all -inf while sampling sample {row} (prompt {rows[row].group_id}; "
-        f"{int(broken_s.sum())} of {len(rows)} samples): the weights are broken. Lower optimizer.lr, or restart from an "
+        f"the policy's logits are NaN, +inf or all -inf while sampling sample {row} (prompt "
+        f"{rows[row].group_id}; "
+        f"{int(broken_s.sum())} of {len(rows)} samples): the weights are broken. Lower optimizer.lr, or "
+        "restart from an "
         "earlier checkpoint."
     )

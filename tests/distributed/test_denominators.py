@@ -1,4 +1,6 @@
-"""One microbatch's loss and metrics with global denominators: hand-computed sums over microbatches and ranks."""
+"""One microbatch's loss and metrics with global denominators: hand-computed sums over microbatches and
+ranks.
+"""
 
 import dataclasses
 import math
@@ -7,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_worker.forward_step import Denominators, cancel_megatron_scaling, microbatch_loss, neutral_metrics
+from megatron_worker.forward_step import (
+    Denominators,
+    cancel_megatron_scaling,
+    microbatch_loss,
+    neutral_metrics,
+)
 from rlcore.batch import Microbatch
 from rlcore.collectives import all_reduce_, record_collectives
 from rlcore.config import LossConfig
@@ -27,12 +34,17 @@ def make_microbatch(losses, token_mask, sample_mask=None, old=None, keep_old=Non
     sample_mask = token_mask if sample_mask is None else sample_mask
     ids_t = torch.zeros(num, dtype=torch.long)
     return Microbatch(
-        input_ids_bl=ids_t[None], position_ids_bl=ids_t[None], target_t=ids_t,
-        token_mask_t=torch.tensor(token_mask).bool(), sample_mask_t=torch.tensor(sample_mask).bool(),
-        sample_index_t=torch.arange(num), advantage_t=-torch.tensor(losses, dtype=torch.float32),
-        sampler_logprob_t=torch.zeros(num), old_logprob_t=torch.zeros(num) if old is None else torch.tensor(old),
+        input_ids_bl=ids_t[None],
+        position_ids_bl=ids_t[None],
+        target_t=ids_t,
+        token_mask_t=torch.tensor(token_mask).bool(),
+        sample_mask_t=torch.tensor(sample_mask).bool(),
+        sample_index_t=torch.arange(num),
+        advantage_t=-torch.tensor(losses, dtype=torch.float32),
+        sampler_logprob_t=torch.zeros(num),
+        old_logprob_t=torch.zeros(num) if old is None else torch.tensor(old),
         keep_old_t=None if keep_old is None else torch.tensor(keep_old).bool(),
-    )  # fmt: skip
+    )
 
 
 def make_scores(logprob_t, keep=None):
@@ -40,9 +52,14 @@ def make_scores(logprob_t, keep=None):
     keep_t = torch.ones(num).bool() if keep is None else torch.tensor(keep).bool()
     detached_t = logprob_t.detach()
     return TokenLogprobs(
-        logprob_t=torch.where(keep_t, logprob_t, -math.inf), unfiltered_logprob_t=detached_t, keep_t=keep_t,
-        log_mass_t=torch.zeros(num), num_kept_t=torch.ones(num).long(), entropy_t=None, unfiltered_entropy_t=None,
-    )  # fmt: skip
+        logprob_t=torch.where(keep_t, logprob_t, -math.inf),
+        unfiltered_logprob_t=detached_t,
+        keep_t=keep_t,
+        log_mass_t=torch.zeros(num),
+        num_kept_t=torch.ones(num).long(),
+        entropy_t=None,
+        unfiltered_entropy_t=None,
+    )
 
 
 def run_step(microbatches, group=None):
@@ -53,7 +70,9 @@ def run_step(microbatches, group=None):
         reports, gradients = [], []
         for microbatch in microbatches:
             x = torch.zeros(len(microbatch.target_t), requires_grad=True)
-            value, report = microbatch_loss(microbatch, make_scores(x), LOSS, Denominators(actor=count, kl=count))
+            value, report = microbatch_loss(
+                microbatch, make_scores(x), LOSS, Denominators(actor=count, kl=count)
+            )
             gradients += torch.autograd.grad(value, x)[0].tolist()
             reports.append(report.metrics)
         total = add_metrics([neutral_metrics(LOSS, torch.device("cpu")), *reports])
@@ -83,7 +102,9 @@ def _b35(rank, world_size):
 
 
 def test_b35_an_empty_rank_is_neutral():
-    """Loss 3; rank 1 gets gradient 0, enters the same collectives, and no placeholder of its wins a min or max."""
+    """Loss 3; rank 1 gets gradient 0, enters the same collectives, and no placeholder of its wins a min or
+    max.
+    """
     (metrics, first, calls), (same, second, empty_calls) = run_ranks(_b35, 2)
     assert metrics == same and calls == empty_calls
     assert metrics["loss/total"] == pytest.approx(3.0)
@@ -106,7 +127,9 @@ def test_b21_every_metric_is_bit_equal_whatever_the_masked_slot_holds(garbage, m
     def run(old):
         flags = {"token": [1, 1, 1], "sample": [1, 1, 1], "keep_old": [1, 1, 1], "keep": [1, 1, 1]}
         flags[masked_by][2] = 0
-        microbatch = make_microbatch([-1.0] * 3, flags["token"], flags["sample"], [-1.0, -2.1, old], flags["keep_old"])
+        microbatch = make_microbatch(
+            [-1.0] * 3, flags["token"], flags["sample"], [-1.0, -2.1, old], flags["keep_old"]
+        )
         x = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
         two = torch.tensor(2.0)
         value, report = microbatch_loss(
@@ -118,14 +141,18 @@ def test_b21_every_metric_is_bit_equal_whatever_the_masked_slot_holds(garbage, m
     clean_value, clean_gradient, clean_metrics = run(0.0)
     assert value.item() == pytest.approx(-1.052585, abs=1e-6)
     assert gradient.tolist() == pytest.approx([-0.5, -0.552585, 0.0], abs=1e-6)
-    assert torch.equal(value, clean_value) and torch.equal(gradient, clean_gradient) and metrics == clean_metrics
+    assert (
+        torch.equal(value, clean_value) and torch.equal(gradient, clean_gradient) and metrics == clean_metrics
+    )
     assert metrics["ratio/min"] == pytest.approx(1.0) and metrics["ratio/max"] == pytest.approx(math.exp(0.1))
 
 
 def test_b34_tokens_dropped_before_the_step_are_in_no_count_and_those_dropped_now_are():
     """`retained`: keep_old leaves the denominator; a token that only the current pass drops stays in it."""
     microbatch = make_microbatch([1.0] * 4, [1] * 4, keep_old=[1, 1, 1, 0])
-    count = retained_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t).sum().float()
+    count = (
+        retained_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t).sum().float()
+    )
     x = torch.zeros(4, requires_grad=True)
     value, report = microbatch_loss(
         microbatch, make_scores(x, [1, 1, 0, 1]), LOSS, Denominators(actor=count, kl=count)
@@ -145,7 +172,9 @@ def test_a_broken_token_is_reported_with_its_sample_and_a_masked_one_is_not():
         unfiltered = scores.unfiltered_logprob_t.clone()
         unfiltered[slot] = math.nan
         scores = dataclasses.replace(scores, unfiltered_logprob_t=unfiltered)
-        return int(microbatch_loss(microbatch, scores, LOSS, Denominators(actor=one, kl=one))[1].broken_sample)
+        return int(
+            microbatch_loss(microbatch, scores, LOSS, Denominators(actor=one, kl=one))[1].broken_sample
+        )
 
     assert [broken_sample(slot) for slot in range(3)] == [0, 1, -1]
 

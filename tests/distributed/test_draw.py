@@ -1,4 +1,6 @@
-"""Drawing under TP: the frequencies are those of the truncated distribution, and the logprob is the scorer's own."""
+"""Drawing under TP: the frequencies are those of the truncated distribution, and the logprob is the scorer's
+own.
+"""
 
 import math
 
@@ -73,6 +75,10 @@ def test_a_broken_row_gives_nan_and_nothing_else_does():
     logits = torch.zeros(4, 6)
     logits[1, 2], logits[3] = math.nan, -math.inf
     _, logprob_t = draw_tokens(
-        logits, SamplingSpec(top_k=3), None, VocabShard(start=0, vocab_size=6), torch.Generator().manual_seed(0)
+        logits,
+        SamplingSpec(top_k=3),
+        None,
+        VocabShard(start=0, vocab_size=6),
+        torch.Generator().manual_seed(0),
     )
     assert torch.isnan(logprob_t).tolist() == [False, True, False, True]

@@ -1,4 +1,6 @@
-"""The op with the vocabulary cut over 1, 2 and 4 gloo ranks: every shard equals the reference on the whole row."""
+"""The op with the vocabulary cut over 1, 2 and 4 gloo ranks: every shard equals the reference on the whole
+row.
+"""
 
 import itertools
 import math
@@ -80,7 +82,9 @@ def _score_cases(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_b11_the_filter_is_global(world_size):
-    """Filtering inside each shard keeps up to TP x k ids; the right sets are those of the whole row, on every rank."""
+    """Filtering inside each shard keeps up to TP x k ids; the right sets are those of the whole row, on every
+    rank.
+    """
     entropy_grad = []
     for result in run_ranks(_score_cases, world_size):
         keep, logprobs = result["top_k"]
@@ -93,7 +97,9 @@ def test_b11_the_filter_is_global(world_size):
         value, grad = result["entropy"]
         assert value == pytest.approx(0.582203, abs=1e-6)
         entropy_grad += grad
-    assert entropy_grad == pytest.approx([-0.196612, 0.196612, 0, 0], abs=1e-6), "B13: a shard that is all -inf"
+    assert entropy_grad == pytest.approx([-0.196612, 0.196612, 0, 0], abs=1e-6), (
+        "B13: a shard that is all -inf"
+    )
 
 
 def _count(rank, world_size, spec, entropy):
@@ -138,5 +144,8 @@ def _broken(rank, world_size):
 def test_a_nan_on_one_shard_is_an_error_on_every_rank():
     with pytest.raises(RankError) as caught:
         run_ranks(_broken, 2)
-    assert [(rank, kind) for rank, kind, _, _ in caught.value.errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert [(rank, kind) for rank, kind, _, _ in caught.value.errors] == [
+        (0, "ValueError"),
+        (1, "ValueError"),
+    ]
     assert all("row 2" in message for _, _, message, _ in caught.value.errors)

@@ -67,7 +67,10 @@ def _send_wrong(rank, world_size, fault):
 def test_a_stage_without_valid_values_is_an_error_everywhere_and_no_hang(fault):
     with pytest.raises(RankError) as caught:
         run_ranks(_send_wrong, 2, fault, timeout_s=20)
-    assert [(rank, kind) for rank, kind, _, _ in caught.value.errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert [(rank, kind) for rank, kind, _, _ in caught.value.errors] == [
+        (0, "ValueError"),
+        (1, "ValueError"),
+    ]
 
 
 def test_the_fields_follow_from_the_config_alone():

@@ -1,6 +1,8 @@
-"""The same batch in every layout: loss, gradient of every parameter and metrics agree, and equal an unsharded reference.
+"""The same batch in every layout: loss, gradient of every parameter and metrics agree, and equal an unsharded
+reference.
 
-Truncation is on, tokens are dropped on both sides, samples are masked, lengths are uneven, one rank's share is empty.
+Truncation is on, tokens are dropped on both sides, samples are masked, lengths are uneven, one rank's share
+is empty.
 """
 
 from __future__ import annotations
@@ -19,10 +21,17 @@ from tests.rank_pool import run_ranks
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
-MODEL = dict(
-    vocab_size=21, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
-    max_position_embeddings=32, tie_word_embeddings=True, qkv_bias=True,
-)  # fmt: skip
+MODEL = {
+    "vocab_size": 21,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+}
 NUM_SEQUENCES, LENGTH = 8, 12
 
 # name -> (world size, tp, pp, sequence parallel, distributed optimizer)
@@ -63,7 +72,9 @@ def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig
 
 
 def make_batch() -> TrainBatch:
-    """The whole batch, without old logprobs. The last two samples are masked: DP rank 1's last microbatch is empty."""
+    """The whole batch, without old logprobs. The last two samples are masked: DP rank 1's last microbatch is
+    empty.
+    """
     generator = torch.Generator().manual_seed(5)
     ids_sl = torch.randint(0, MODEL["vocab_size"], (NUM_SEQUENCES, LENGTH), generator=generator)
     length_s = torch.tensor([12, 5, 9, 12, 3, 7, 12, 8])
@@ -83,7 +94,9 @@ def make_batch() -> TrainBatch:
 
 
 def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
-    """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old = -inf)."""
+    """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old =
+    -inf).
+    """
     generator = torch.Generator().manual_seed(6)
     noise_sl = torch.randn(scores.logprob_sl.shape, generator=generator) * 0.6
     dropped_sl = torch.rand(scores.logprob_sl.shape, generator=generator) < 0.1
@@ -201,7 +214,9 @@ def test_loss_gradients_and_metrics_do_not_depend_on_the_layout(layout, num_micr
 
 @pytest.mark.parametrize("layout", ["tp2pp2+sp", "dp2+distopt"])
 def test_the_step_moves_the_same_weights(layout, batch, baseline):
-    """Adam divides by the gradient's size, so only entries whose gradient is clear of rounding are compared."""
+    """Adam divides by the gradient's size, so only entries whose gradient is clear of rounding are
+    compared.
+    """
     _, gradients, expected = baseline
     for _, _, weights in run_ranks(_train, LAYOUTS[layout][0], make_config(layout, 2, kl_coef=0.1), batch):
         for name, value in expected.items():
@@ -223,7 +238,9 @@ def test_loss_and_gradients_equal_an_unsharded_float64_reference(actor_denominat
     """Hugging Face's model in float64, the reference op, and the loss written out on whole sequences."""
     config = make_config("tp2pp2", 2, kl_coef=0.1, actor_denominator=actor_denominator)
     result, gradients, _ = run_ranks(_train, 4, config, batch)[0]
-    loss, expected, retained = _reference_step(config, batch, run_ranks(_save, 1, config, str(tmp_path / "policy"))[0])
+    loss, expected, retained = _reference_step(
+        config, batch, run_ranks(_save, 1, config, str(tmp_path / "policy"))[0]
+    )
     assert result.metrics["loss/total"] == pytest.approx(loss, abs=TOLERANCE)
     assert result.metrics["tokens/retained"] == retained
     assert_same({name: gradients[name] for name in expected}, expected, actor_denominator)
@@ -240,7 +257,9 @@ def _save(rank, world_size, config, path):
     return path
 
 
-def _reference_step(config: RunConfig, batch: TrainBatch, path: str) -> tuple[float, dict[str, torch.Tensor], int]:
+def _reference_step(
+    config: RunConfig, batch: TrainBatch, path: str
+) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss, gradients by HF name and the retained count of the whole batch, in one float64 piece."""
     from transformers import AutoModelForCausalLM
 
@@ -268,14 +287,19 @@ def _reference_step(config: RunConfig, batch: TrainBatch, path: str) -> tuple[fl
             advantage = batch.advantage_sl[row, position].double()
             policy_terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
     count = num_retained if config.loss.actor_denominator == "retained" else num_valid
-    loss = torch.stack(policy_terms).sum() / count + config.loss.kl_coef * torch.stack(kl_terms).sum() / num_valid
+    loss = (
+        torch.stack(policy_terms).sum() / count
+        + config.loss.kl_coef * torch.stack(kl_terms).sum() / num_valid
+    )
     loss.backward()
     gradients = {name: p.grad.float() for name, p in model.named_parameters()}
     return loss.item(), gradients, num_retained
 
 
 def test_an_unchanged_policy_has_ratio_one(batch):
-    """Old logprobs of the same weights under top-k + top-p: ratio 1, and the loss is that of the advantages alone."""
+    """Old logprobs of the same weights under top-k + top-p: ratio 1, and the loss is that of the advantages
+    alone.
+    """
     config = make_config("tp2pp2", 2)
     plain = make_batch()
     scores = run_ranks(_score, 4, config, plain)[0]
@@ -284,7 +308,9 @@ def test_an_unchanged_policy_has_ratio_one(batch):
     for name in ("ratio/mean", "ratio/min", "ratio/max"):
         assert result.metrics[name] == pytest.approx(1.0, abs=1e-5)
     counted = plain.token_mask_sl & plain.sample_mask_s[:, None] & scores.keep_sl
-    assert result.metrics["loss/policy"] == pytest.approx(-float(plain.advantage_sl[counted].mean()), abs=1e-5)
+    assert result.metrics["loss/policy"] == pytest.approx(
+        -float(plain.advantage_sl[counted].mean()), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2", "dp2"])
@@ -341,7 +367,9 @@ def _train_broken(rank, world_size, config, batch, where):
 @pytest.mark.parametrize("where", ["advantage", "weights"])
 def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
     """Only the last stage of one replica sees it; every rank raises, none hangs, no weight moves."""
-    for errors, same in run_ranks(_train_broken, LAYOUTS[layout][0], make_config(layout, 2), batch, where, timeout_s=60):
+    for errors, same in run_ranks(
+        _train_broken, LAYOUTS[layout][0], make_config(layout, 2), batch, where, timeout_s=60
+    ):
         assert len(errors) == (2 if where == "weights" else 1)
         assert all("NaN or inf" in error and "sample" in error for error in errors), errors
         assert same

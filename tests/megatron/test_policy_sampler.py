@@ -1,4 +1,6 @@
-"""The embedded sampler over a real Megatron policy: agreement with the trainer, uneven prompts, limits, errors."""
+"""The embedded sampler over a real Megatron policy: agreement with the trainer, uneven prompts, limits,
+errors.
+"""
 
 import math
 
@@ -18,22 +20,32 @@ PROMPTS = [
     Prompt(ids=[3, 3, 3, 3, 3, 2], group_id=12),
     Prompt(ids=[8, 9], group_id=13),
 ]
-LAYOUTS = {"tp1": (1, 1, 1, False), "tp2pp2": (4, 2, 2, False), "tp2+sp": (2, 2, 1, True), "dp2": (2, 1, 1, False)}
+LAYOUTS = {
+    "tp1": (1, 1, 1, False),
+    "tp2pp2": (4, 2, 2, False),
+    "tp2+sp": (2, 2, 1, True),
+    "dp2": (2, 1, 1, False),
+}
 
 
 def make_config(layout):
     _, tp, pp, sp = LAYOUTS[layout]
     return load_run_config(
         {
-            "model": dict(
-                vocab_size=VOCAB_SIZE, num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-                ffn_hidden_size=48, max_position_embeddings=24,
-            ),
+            "model": {
+                "vocab_size": VOCAB_SIZE,
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "ffn_hidden_size": 48,
+                "max_position_embeddings": 24,
+            },
             "parallel": {"tp": tp, "pp": pp, "sequence_parallel": sp, "backend": "cpu"},
             "sampling": {"temperature": 0.9, "top_k": 12, "top_p": 0.9},
             "train": {"microbatch_size": 4},
         }
-    )  # fmt: skip
+    )
 
 
 def _generate(rank, world_size, config, prompts, seed, max_new_tokens, broken=False):
@@ -44,7 +56,9 @@ def _generate(rank, world_size, config, prompts, seed, max_new_tokens, broken=Fa
     try:
         if broken and worker.groups.dp_rank == 0:
             next(worker.model.parameters()).data.fill_(math.nan)
-        sampler = PolicySampler(worker.decoder, worker.spec, EOS, max_new_tokens, worker.arch.max_position_embeddings)
+        sampler = PolicySampler(
+            worker.decoder, worker.spec, EOS, max_new_tokens, worker.arch.max_position_embeddings
+        )
         rollout = sampler.generate(prompts, 4, seed + worker.groups.dp_rank)
         batch = TrainBatch(
             ids_sl=rollout.ids_sl,
@@ -75,7 +89,9 @@ def test_trainer_and_sampler_agree_for_an_unchanged_policy(layout):
 
 
 def check_shape(rollout, prompts, samples_per_prompt, max_new_tokens):
-    """Prompts are intact, responses end at end-of-text or at the limit, and samples of a prompt stand together."""
+    """Prompts are intact, responses end at end-of-text or at the limit, and samples of a prompt stand
+    together.
+    """
     for row in range(len(prompts) * samples_per_prompt):
         prompt = prompts[row // samples_per_prompt]
         assert int(rollout.group_id_s[row]) == prompt.group_id
@@ -123,4 +139,6 @@ def test_nan_weights_are_an_error_on_every_rank(layout):
     with pytest.raises(RankError) as caught:
         run_ranks(_generate, world_size, make_config(layout), PROMPTS, 0, 4, True, timeout_s=60)
     assert len(caught.value.errors) == world_size
-    assert all(kind == "ValueError" and "logits are NaN" in message for _, kind, message, _ in caught.value.errors)
+    assert all(
+        kind == "ValueError" and "logits are NaN" in message for _, kind, message, _ in caught.value.errors
+    )

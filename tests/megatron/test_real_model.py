@@ -68,3 +68,57 @@ def test_logprobs_equal_transformers(smollm2_path, reference, world_size, parall
     )
     # Unlikely ids included: both sides are about 1e-4 from a float64 forward there.
     torch.testing.assert_close(logprob_lv, expected_lv, rtol=0, atol=3e-4)
+
+
+def _truncated(rank, world_size, path, batch, parallel_values):
+    """What the worker's scoring pass says on this rank, and its loss step's metrics."""
+    from megatron_worker.worker import MegatronWorker
+    from rlcore.config import load_run_config
+
+    config = load_run_config(
+        {
+            "model": {"hf_path": path},
+            "parallel": {**parallel_values, "backend": "cpu"},
+            "sampling": {"temperature": 0.9, "top_k": 50, "top_p": 0.95},
+            "train": {"microbatch_size": 1},
+        }
+    )
+    worker = MegatronWorker(config)
+    try:
+        return worker.logprobs(batch)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"), [(3, {"tp": 3}), (6, {"tp": 3, "pp": 2})], ids=["tp3", "tp3pp2"]
+)
+def test_truncated_logprobs_equal_a_single_process_reference(smollm2_path, reference, world_size, parallel):
+    """The whole scoring path on real logits, on every rank, against transformers and the float64 reference."""
+    from rlcore.batch import TrainBatch
+    from rlcore.ops.reference import reference_logprob
+    from rlcore.sampling import SamplingSpec
+
+    ids_sl, logprob_lv = reference
+    length = ids_sl.shape[1]
+    zeros_sl = torch.zeros(1, length)
+    batch = TrainBatch(
+        ids_sl=ids_sl,
+        length_s=torch.tensor([length]),
+        token_mask_sl=torch.ones(1, length).bool(),
+        sample_mask_s=torch.ones(1).bool(),
+        advantage_sl=zeros_sl,
+        sampler_logprob_sl=zeros_sl,
+    )
+    expected = reference_logprob(
+        logprob_lv[:-1], ids_sl[0, 1:], SamplingSpec(temperature=0.9, top_k=50, top_p=0.95)
+    )
+    assert 0 < int(expected.keep_t.sum()) < length - 1, "the text has tokens on both sides of the cut"
+    for scores in run_ranks(_truncated, world_size, smollm2_path, batch, parallel):
+        assert torch.equal(scores.keep_sl[0, 1:], expected.keep_t)
+        kept_t = expected.keep_t
+        torch.testing.assert_close(
+            scores.logprob_sl[0, 1:][kept_t].double(), expected.logprob_t[kept_t], rtol=0, atol=1e-4
+        )
+        assert bool(torch.isneginf(scores.logprob_sl[0, 1:][~kept_t]).all())
+        torch.testing.assert_close(scores.log_mass_sl[0, 1:].double(), expected.log_mass_t, rtol=0, atol=1e-4)

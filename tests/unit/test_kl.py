@@ -17,7 +17,9 @@ def run(logprob, reference, mask=None):
 
 
 def test_b25_direction_and_gradient():
-    """k3(policy || reference); swapped arguments would give .222119. The gradient is that of the score function, -d."""
+    """k3(policy || reference); swapped arguments would give .222119. The gradient is that of the score
+    function, -d.
+    """
     terms, grad = run([-1.0], [-1.6])
     assert terms.kl_t.item() == pytest.approx(0.148812, abs=1e-6)
     assert grad.item() == pytest.approx(0.6, abs=1e-6)
@@ -49,7 +51,9 @@ def test_masked_slots_may_hold_anything(garbage):
 
 
 def test_the_expected_gradient_is_that_of_the_kl_divergence():
-    """Summed over the vocabulary with the policy's weights, the estimator's gradient equals d KL(p || q) / d logits."""
+    """Summed over the vocabulary with the policy's weights, the estimator's gradient equals d KL(p || q) / d
+    logits.
+    """
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_()
     logq = torch.log_softmax(torch.randn(6, dtype=torch.float64, generator=generator), dim=0)

@@ -13,7 +13,8 @@ from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import SamplingSpec
 from tests.oracle import DIFFERENTIABLE, ROW_KINDS, check_shard, gradients, make_logits, make_weights
 
-# top_k 1: a single id; 4: candidates; 20: more than many rows have finite entries. top_p 1e-6: one id; 0.999: long tails.
+# top_k 1: a single id; 4: candidates; 20: more than many rows have finite entries. top_p 1e-6: one id; 0.999:
+# long tails.
 SPECS = [
     SamplingSpec(temperature=t, top_k=k, top_p=p, min_p=m, ties=ties)
     for t, k, p, m, ties in itertools.product(
@@ -31,7 +32,9 @@ def search(request, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
-@pytest.mark.parametrize("vocab_size", [1, 5, 300])  # a single id; fewer ids than top_k; more than one histogram bin's worth
+@pytest.mark.parametrize(
+    "vocab_size", [1, 5, 300]
+)  # a single id; fewer ids than top_k; more than one histogram bin's worth
 def test_equals_the_reference(kind, vocab_size, search):
     logits = make_logits(kind, 6, vocab_size, seed=vocab_size)
     target_t = torch.arange(6) % vocab_size
@@ -87,7 +90,9 @@ def test_bfloat16_logits_are_computed_in_float32():
 
 def test_no_tokens():
     logits = torch.zeros(0, 7, requires_grad=True)
-    result = vocab_parallel_logprob(logits, torch.zeros(0, dtype=torch.long), SamplingSpec(top_k=3, top_p=0.9), entropy=True)
+    result = vocab_parallel_logprob(
+        logits, torch.zeros(0, dtype=torch.long), SamplingSpec(top_k=3, top_p=0.9), entropy=True
+    )
     assert result.logprob_t.shape == (0,)
     (grad,) = torch.autograd.grad(result.logprob_t.sum(), logits)
     assert grad.shape == (0, 7)
@@ -102,7 +107,7 @@ def test_infinite_upstream_gradient_of_a_dropped_token_is_harmless():
     assert torch.equal(grad, torch.zeros(1, 3))
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -125,7 +130,9 @@ def test_an_all_banned_row_is_named():
 def test_without_validation_a_broken_row_is_nan_and_its_neighbours_are_not():
     logits = torch.zeros(3, 4)
     logits[1, 0] = math.nan
-    result = vocab_parallel_logprob(logits, torch.zeros(3, dtype=torch.long), SamplingSpec(top_k=2), validate=False)
+    result = vocab_parallel_logprob(
+        logits, torch.zeros(3, dtype=torch.long), SamplingSpec(top_k=2), validate=False
+    )
     assert torch.isnan(result.unfiltered_logprob_t).tolist() == [False, True, False]
 
 
@@ -145,7 +152,7 @@ def test_bad_arguments_are_named(logits, target, message):
         vocab_parallel_logprob(logits, target, SamplingSpec())
 
 
-# --- hand-computed cases -------------------------------------------------------------------------------------------
+# --- hand-computed cases --------------------------------------------------------------------------
 
 
 def score(z, spec, targets=None, entropy=False):
@@ -192,7 +199,12 @@ def test_b02_the_crossing_token_stays_and_equality_drops(search):
 
 @pytest.mark.parametrize(
     ("probs", "top_p", "count"),
-    [((0.4, 0.3, 0.2, 0.1), 0.7, 2), ((0.5, 0.3, 0.2), 0.8, 2), ((0.9, 0.05, 0.05), 0.9, 1), ((0.1,) * 10, 0.3, 3)],
+    [
+        ((0.4, 0.3, 0.2, 0.1), 0.7, 2),
+        ((0.5, 0.3, 0.2), 0.8, 2),
+        ((0.9, 0.05, 0.05), 0.9, 1),
+        ((0.1,) * 10, 0.3, 3),
+    ],
 )
 @pytest.mark.parametrize("shift", [0.0, 7.3])
 def test_b02_equality_survives_float32_rounding(probs, top_p, count, shift, search):

@@ -12,7 +12,9 @@ NO_CLIP = (0.999999, 1e9)
 
 def loss_and_grad(logprob, old, advantage, mask, clip=NO_CLIP, denominator=2.0):
     x = torch.tensor(logprob, requires_grad=True)
-    terms = clipped_policy_terms(x, torch.tensor(old), torch.tensor(advantage), torch.tensor(mask).bool(), *clip)
+    terms = clipped_policy_terms(
+        x, torch.tensor(old), torch.tensor(advantage), torch.tensor(mask).bool(), *clip
+    )
     value = token_sum_over(terms.loss_t, torch.tensor(denominator))
     (grad,) = torch.autograd.grad(value, x)
     return value, grad, terms
@@ -21,7 +23,9 @@ def loss_and_grad(logprob, old, advantage, mask, clip=NO_CLIP, denominator=2.0):
 @pytest.mark.parametrize("garbage", [-205.0, -math.inf, math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("where", ["old", "logprob", "advantage"])
 def test_b21_masked_slots_may_hold_anything(garbage, where):
-    """A mask applied after exp meets inf * 0 = NaN; here the result is bit-equal to zeros in the masked slot."""
+    """A mask applied after exp meets inf * 0 = NaN; here the result is bit-equal to zeros in the masked
+    slot.
+    """
 
     def run(value):
         fields = {"logprob": [-1.0, -2.0, -5.0], "old": [-1.0, -2.1, -5.0], "advantage": [1.0, 1.0, 1.0]}
@@ -51,7 +55,9 @@ def test_b21_masked_slots_may_hold_anything(garbage, where):
 )
 def test_b31_asymmetric_clip(ratio, advantage, loss, grad, low, high):
     """Epsilons .2 below and .28 above; swapped they would give -1.2 and .72."""
-    value, got, terms = loss_and_grad([math.log(ratio)], [0.0], [advantage], [1], clip=(0.2, 0.28), denominator=1.0)
+    value, got, terms = loss_and_grad(
+        [math.log(ratio)], [0.0], [advantage], [1], clip=(0.2, 0.28), denominator=1.0
+    )
     assert value.item() == pytest.approx(loss, abs=1e-6)
     assert got.item() == pytest.approx(grad, abs=1e-6)
     assert (bool(terms.clipped_low_t), bool(terms.clipped_high_t)) == (low, high)

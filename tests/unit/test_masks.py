@@ -10,7 +10,9 @@ from rlcore.masks import actor_mask, keep_only, kl_mask, retained_mask, why_toke
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_b24_the_mask_keeps_its_dtype_and_its_original(dtype):
-    """A narrowed mask in another dtype is refused downstream; one written in place narrows the next epoch too."""
+    """A narrowed mask in another dtype is refused downstream; one written in place narrows the next epoch
+    too.
+    """
     mask = torch.tensor([[0, 1, 1, 1, 0]]).to(dtype)
     original = mask.clone()
     first = keep_only(mask, torch.isfinite(torch.tensor([[0.0, -1.0, -math.inf, -2.0, 0.0]])))
@@ -29,7 +31,9 @@ def test_masks_and_reasons_by_hand():
     assert retained_mask(token, sample, keep_old).tolist() == [False, True, False, True, False, False]
     assert retained_mask(token, sample, None).tolist() == kl_mask(token, sample).tolist()
     assert actor_mask(token, sample, keep_old, keep).tolist() == [False, True, False, False, False, False]
-    counts = {name: int(metric.value) for name, metric in why_tokens_left(token, sample, keep_old, keep).items()}
+    counts = {
+        name: int(metric.value) for name, metric in why_tokens_left(token, sample, keep_old, keep).items()
+    }
     assert counts == {
         "tokens/prompt_or_padding": 1,
         "tokens/sample_masked": 1,

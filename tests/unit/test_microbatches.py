@@ -16,13 +16,21 @@ def make_batch(ids, prompt_lengths, lengths):
     mask = (position_l >= prompt_s[:, None]) & (position_l < length_s[:, None])
     value = torch.arange(ids_sl.numel(), dtype=torch.float32).reshape(ids_sl.shape)
     return TrainBatch(
-        ids_sl=ids_sl, length_s=length_s, token_mask_sl=mask, sample_mask_s=torch.ones(len(ids)).bool(),
-        advantage_sl=value, sampler_logprob_sl=-value, old_logprob_sl=-value, keep_old_sl=mask,
-    )  # fmt: skip
+        ids_sl=ids_sl,
+        length_s=length_s,
+        token_mask_sl=mask,
+        sample_mask_s=torch.ones(len(ids)).bool(),
+        advantage_sl=value,
+        sampler_logprob_sl=-value,
+        old_logprob_sl=-value,
+        keep_old_sl=mask,
+    )
 
 
 def test_b16_logprob_token_and_mask_line_up():
-    """ids [3, 1, 4, 2], prompt of 2: the masked sum is -1.337485; mask[:-1] gives -.904832, no shift -5.086444."""
+    """ids [3, 1, 4, 2], prompt of 2: the masked sum is -1.337485; mask[:-1] gives -.904832, no shift
+    -5.086444.
+    """
     batch = make_batch([[3, 1, 4, 2]], [2], [4])
     (microbatch,) = split_batch(batch, 1)
     logits = torch.zeros(4, 5)
@@ -61,9 +69,13 @@ def test_every_field_comes_back_in_the_original_order_without_fillers(microbatch
 def test_a_batch_with_nothing_to_predict_is_refused(shape):
     empty = torch.zeros(shape)
     batch = TrainBatch(
-        ids_sl=empty.long(), length_s=torch.zeros(shape[0]).long(), token_mask_sl=empty.bool(),
-        sample_mask_s=torch.zeros(shape[0]).bool(), advantage_sl=empty, sampler_logprob_sl=empty,
-    )  # fmt: skip
+        ids_sl=empty.long(),
+        length_s=torch.zeros(shape[0]).long(),
+        token_mask_sl=empty.bool(),
+        sample_mask_s=torch.zeros(shape[0]).bool(),
+        advantage_sl=empty,
+        sampler_logprob_sl=empty,
+    )
     with pytest.raises(ValueError, match="nothing to predict"):
         split_batch(batch, 1)
 
@@ -71,11 +83,19 @@ def test_a_batch_with_nothing_to_predict_is_refused(shape):
 def test_mixed_shapes_and_masks_that_are_not_bool_are_named():
     with pytest.raises(ValueError, match="token_mask_sl has shape"):
         TrainBatch(
-            ids_sl=torch.zeros(2, 3).long(), length_s=torch.zeros(2).long(), token_mask_sl=torch.zeros(2, 4).bool(),
-            sample_mask_s=torch.zeros(2).bool(), advantage_sl=torch.zeros(2, 3), sampler_logprob_sl=torch.zeros(2, 3),
-        )  # fmt: skip
+            ids_sl=torch.zeros(2, 3).long(),
+            length_s=torch.zeros(2).long(),
+            token_mask_sl=torch.zeros(2, 4).bool(),
+            sample_mask_s=torch.zeros(2).bool(),
+            advantage_sl=torch.zeros(2, 3),
+            sampler_logprob_sl=torch.zeros(2, 3),
+        )
     with pytest.raises(ValueError, match=r"token_mask_sl is torch.float32"):
         TrainBatch(
-            ids_sl=torch.zeros(2, 3).long(), length_s=torch.zeros(2).long(), token_mask_sl=torch.zeros(2, 3),
-            sample_mask_s=torch.zeros(2).bool(), advantage_sl=torch.zeros(2, 3), sampler_logprob_sl=torch.zeros(2, 3),
-        )  # fmt: skip
+            ids_sl=torch.zeros(2, 3).long(),
+            length_s=torch.zeros(2).long(),
+            token_mask_sl=torch.zeros(2, 3),
+            sample_mask_s=torch.zeros(2).bool(),
+            advantage_sl=torch.zeros(2, 3),
+            sampler_logprob_sl=torch.zeros(2, 3),
+        )

@@ -17,7 +17,9 @@ def test_off_values_do_not_truncate(top_k, top_p):
 
 @pytest.mark.parametrize("fields", [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_on_values_truncate(fields):
-    """B05: the flag is a property of the spec alone, so a top_k above the vocabulary size still says True everywhere."""
+    """B05: the flag is a property of the spec alone, so a top_k above the vocabulary size still says True
+    everywhere.
+    """
     spec = SamplingSpec(**fields)
     assert spec.truncates
     assert not spec.unfiltered().truncates
