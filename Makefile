@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 SMOLLM2 := models/SmolLM2-135M-Instruct
 
 # pip's own report is a thousand lines; this shows the name of each package as it is fetched, and what went wrong.
-SHOW_PACKAGES := awk '/^Collecting/ { printf "  %s\n", $$2; fflush() } /^Installing collected/ { print "  unpacking"; fflush() } /^Successfully/ { print "  done"; fflush() }'
+SHOW_PACKAGES := awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "  %s\n", $$2; fflush() } /^Installing collected/ { print "  unpacking"; fflush() } /^Successfully/ { print "  done"; fflush() }'
 
 .PHONY: help demo test install model lint clean
 

@@ -67,8 +67,8 @@ def start_ranks(words: Sequence[str], num_processes: int) -> int:
 
     # What torchrun would set anyway, after a page of warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The agent's report of a dead rank is ours to give.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    # This process only waits; what its agent would log about a dead rank is ours to say.
+    logging.disable(logging.CRITICAL)
     options = ["--standalone", "--nproc-per-node", str(num_processes), "-m", "rlcore.cli"]
     try:
         args = torchrun.parse_args(options)

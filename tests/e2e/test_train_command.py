@@ -73,7 +73,7 @@ def test_a_bad_reward_ends_the_run_with_one_line(tmp_path, task, message):
     done = rlcore("train", *TWO_RANKS, f"task.name=tests.e2e.broken_tasks:{task}", f"run_dir={folder}")
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("rlcore: error:") == 1
+    assert done.stderr.startswith("rlcore: error:") and done.stderr.count("\n") == 1
     assert [record["step"] for record in lines(folder)] == [0]
     assert not folder.joinpath("policy").exists() and not folder.joinpath("report.txt").exists()
 
