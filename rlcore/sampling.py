@@ -133,7 +133,8 @@ class SamplingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """One sampling distribution per row, as tensors, for batches that mix requests. Build it with `of`, at the border.
+    """One sampling distribution per row, as tensors, for batches that mix requests. Build it with `of`, at
+    the border.
 
     The flags say what any row needs, so that no tensor has to be read back in the op.
     """

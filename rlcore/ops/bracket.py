@@ -1,9 +1,11 @@
-"""Support search for rows that the candidate list does not settle: a large top-k, or a nucleus with a long tail.
+"""Support search for rows that the candidate list does not settle: a large top-k, or a nucleus with a long
+tail.
 
-The threshold is the value at which the count (top-k) or mass (top-p) of the entries from it upwards reaches a goal. A
-bracket around it is narrowed by passes that sum above a few pivots at once, placed by interpolation; then the values
-inside are listed, so the search ends on a value that occurs in the row. Which rows are still open, and so how many
-passes run, is read from sums that are the same on every rank of the group: all ranks make the same calls.
+The threshold is the value at which the count (top-k) or mass (top-p) of the entries from it upwards reaches a
+goal. A bracket around it is narrowed by passes that sum above a few pivots at once, placed by interpolation;
+then the values inside are listed, so the search ends on a value that occurs in the row. Which rows are still
+open, and so how many passes run, is read from sums that are the same on every rank of the group: all ranks
+make the same calls.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class OpenRows:
     def cut_at(self, threshold_u: torch.Tensor) -> Cut:
         """Sums of the whole rows around a threshold: one pass, one all-gather of 4 float64 a row."""
         sums_u4 = self.passes.sums_above(
-            self.logits_tv, self.picks(), self.params.temperature_t, self.stats.max_t, threshold_u, self.entropy
+            self.logits_tv,
+            self.picks(),
+            self.params.temperature_t,
+            self.stats.max_t,
+            threshold_u,
+            self.entropy,
         )
         # Gathered and added in rank order, so that every rank holds the same bits.
         sums_u4 = all_gather(sums_u4, self.tp_group).sum(dim=0)
@@ -82,7 +89,9 @@ class OpenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Bracket:
-    """`low_u < threshold < high_u`, both exclusive, with the mass and count of the entries on and above each end."""
+    """`low_u < threshold < high_u`, both exclusive, with the mass and count of the entries on and above each
+    end.
+    """
 
     low_u: torch.Tensor
     """Everything above it reaches the goal, or is all there is."""
@@ -144,7 +153,8 @@ def _everything(rows: OpenRows) -> Cut:
     if not params.any_min_p:
         return whole
     floored = replace(
-        rows.cut_at(_just_below(stats.max_t + params.min_p_cut_t)), num_tied_t=torch.zeros_like(stats.num_finite_t)
+        rows.cut_at(_just_below(stats.max_t + params.min_p_cut_t)),
+        num_tied_t=torch.zeros_like(stats.num_finite_t),
     )
     return _where(torch.isneginf(params.min_p_cut_t), whole, floored)
 
@@ -152,18 +162,22 @@ def _everything(rows: OpenRows) -> Cut:
 def _locate_some(
     rows: OpenRows, open_u: torch.Tensor, bracket: Bracket, goal_u: torch.Tensor, column: int, settled: Cut
 ) -> Cut:
-    """`settled`, with the rows of `open_u` replaced by the cut at the largest value whose entries reach the goal.
+    """`settled`, with the rows of `open_u` replaced by the cut at the largest value whose entries reach the
+    goal.
 
     `column`: 0, the goal is a mass; 1, a count. Rows that never reach it end on their lowest eligible value.
     """
     active_a = open_u.nonzero()[:, 0]
     bracket, goal_a = bracket.rows(active_a), goal_u[active_a]
-    # The end that the caller knows may reach this goal already: then the search starts above the row's largest value.
+    # The end that the caller knows may reach this goal already: then the search starts above the row's
+    # largest value.
     too_low_a = bracket.high_u2[:, column] >= goal_a
     top_a = rows.stats.max_t[active_a]
     bracket = replace(
         bracket,
-        high_u=torch.where(too_low_a, torch.nextafter(top_a, torch.full_like(top_a, math.inf)), bracket.high_u),
+        high_u=torch.where(
+            too_low_a, torch.nextafter(top_a, torch.full_like(top_a, math.inf)), bracket.high_u
+        ),
         high_u2=torch.where(too_low_a[:, None], 0.0, bracket.high_u2),
     )
     while active_a.numel():
@@ -209,7 +223,9 @@ def _place_pivots(bracket: Bracket, goal_u: torch.Tensor, column: int, interpola
         missing_u = goal_u - bracket.high_u2[:, column]
         part_u = missing_u / (bracket.low_u2[:, column] - bracket.high_u2[:, column])
         part_u = torch.nan_to_num(part_u, nan=0.5).clamp(0.0, 1.0).to(width_u.dtype)
-        parts_up = part_u[:, None] + torch.tensor([-1 / 16, 0.0, 1 / 16], dtype=width_u.dtype, device=width_u.device)
+        parts_up = part_u[:, None] + torch.tensor(
+            [-1 / 16, 0.0, 1 / 16], dtype=width_u.dtype, device=width_u.device
+        )
     else:
         quarters = torch.tensor([0.25, 0.5, 0.75], dtype=width_u.dtype, device=width_u.device)
         parts_up = quarters.expand(width_u.shape[0], 3)
@@ -218,12 +234,20 @@ def _place_pivots(bracket: Bracket, goal_u: torch.Tensor, column: int, interpola
     return torch.minimum(torch.maximum(pivot_up, lowest_u[:, None]), highest_u[:, None])
 
 
-def _list_and_cut(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> tuple[Cut, torch.Tensor]:
-    """The cut at the value where the listed entries reach the goal, or at the last one listed; and is it final?"""
+def _list_and_cut(
+    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int
+) -> tuple[Cut, torch.Tensor]:
+    """The cut at the value where the listed entries reach the goal, or at the last one listed; and is it
+    final?
+    """
     value_uc = rows.values_below(bracket.high_u)
     eligible_uc = value_uc > bracket.low_u[:, None]
-    weight_uc = (value_uc - rows.stats.max_t[:, None]).double().exp() if column == 0 else torch.ones_like(value_uc)
-    sum_uc = bracket.high_u2[:, column, None] + torch.where(eligible_uc, weight_uc.double(), 0.0).cumsum(dim=1)
+    weight_uc = (
+        (value_uc - rows.stats.max_t[:, None]).double().exp() if column == 0 else torch.ones_like(value_uc)
+    )
+    sum_uc = bracket.high_u2[:, column, None] + torch.where(eligible_uc, weight_uc.double(), 0.0).cumsum(
+        dim=1
+    )
     reached_uc = (sum_uc >= goal_u[:, None]) & eligible_uc
     num_eligible_u = eligible_uc.sum(dim=1)
     reached_u = reached_uc.any(dim=1)
@@ -248,8 +272,12 @@ def _just_below(value_u: torch.Tensor) -> torch.Tensor:
 
 
 def _where(condition_u: torch.Tensor, yes: Cut, no: Cut) -> Cut:
-    return Cut(**{f.name: torch.where(condition_u, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Cut)})
+    return Cut(
+        **{f.name: torch.where(condition_u, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Cut)}
+    )
 
 
 def _write(cut: Cut, index_a: torch.Tensor, part: Cut) -> Cut:
-    return Cut(**{f.name: getattr(cut, f.name).index_copy(0, index_a, getattr(part, f.name)) for f in fields(Cut)})
+    return Cut(
+        **{f.name: getattr(cut, f.name).index_copy(0, index_a, getattr(part, f.name)) for f in fields(Cut)}
+    )

@@ -1,9 +1,9 @@
 """Support search among the largest values of the row: what a small top-k needs, and what most nuclei need.
 
-The shards' C largest values, merged and sorted, are the C largest of the row as a multiset. The kept entries are a
-prefix of that list whenever top-k is at most C, or the list holds the mass that top-p asks for, or it runs out of ids
-that min-p keeps; `resolved` says for which rows that is certain. Only how the last kept entry's weight spreads over the
-ids tied with it needs the number of such ids in the whole row.
+The shards' C largest values, merged and sorted, are the C largest of the row as a multiset. The kept entries
+are a prefix of that list whenever top-k is at most C, or the list holds the mass that top-p asks for, or it
+runs out of ids that min-p keeps; `resolved` says for which rows that is certain. Only how the last kept
+entry's weight spreads over the ids tied with it needs the number of such ids in the whole row.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class Candidates:
         return Candidates(value_tc=value_tc, shard_value_rtc=shard_value_rtc, tie_count_rt=tie_count_rt)
 
     def num_tied(self, value_t: torch.Tensor) -> torch.Tensor:
-        """`[t]` int64: entries of the whole row equal to a value that is at least the last of the merged list.
+        """`[t]` int64: entries of the whole row equal to a value that is at least the last of the merged
+        list.
 
-        A shard whose list ends on the value may have more of it than it listed; elsewhere the list is complete.
+        A shard whose list ends on the value may have more of it than it listed; elsewhere the list is
+        complete.
         """
         listed_rt = (self.shard_value_rtc == value_t[None, :, None]).sum(dim=2)
         ends_there_rt = self.shard_value_rtc[:, :, -1] == value_t
@@ -57,14 +59,18 @@ class Candidates:
             mass_above_t=mass_t,
             num_above_t=above_tc.sum(dim=1),
             num_tied_t=self.num_tied(threshold_t),
-            weighted_above_t=(exp_tc * y_tc.clamp(min=-1e4)).sum(dim=1) if entropy else torch.zeros_like(mass_t),
+            weighted_above_t=(exp_tc * y_tc.clamp(min=-1e4)).sum(dim=1)
+            if entropy
+            else torch.zeros_like(mass_t),
         )
 
 
 def support_from_candidates(
     candidates: Candidates, stats: RowStats, params: RowParams, entropy: bool
 ) -> tuple[Support, torch.Tensor]:
-    """The support of each row and `resolved [t]` bool: is it certain? Communicates nothing; the same on every rank."""
+    """The support of each row and `resolved [t]` bool: is it certain? Communicates nothing; the same on every
+    rank.
+    """
     value_tc = candidates.value_tc
     num_listed = value_tc.shape[1]
     y_tc = (value_tc - stats.max_t[:, None]).double()
@@ -104,14 +110,17 @@ def top_values(
     count: int,
     maxima_ub: torch.Tensor,
 ) -> torch.Tensor:
-    """`[u, count]`: this shard's largest tempered logits below `below_u`, descending, -inf where there are fewer.
+    """`[u, count]`: this shard's largest tempered logits below `below_u`, descending, -inf where there are
+    fewer.
 
-    They lie in the `count` blocks with the largest maxima: a block that was not picked holds nothing larger than
-    `count` entries of those that were. `maxima_ub` comes from `passes.block_maxima` with the same bound.
+    They lie in the `count` blocks with the largest maxima: a block that was not picked holds nothing larger
+    than `count` entries of those that were. `maxima_ub` comes from `passes.block_maxima` with the same bound.
     """
     num_blocks = min(count, maxima_ub.shape[1])
     width = logits_tv.shape[1]
-    out_uc = torch.full((maxima_ub.shape[0], count), -math.inf, dtype=maxima_ub.dtype, device=logits_tv.device)
+    out_uc = torch.full(
+        (maxima_ub.shape[0], count), -math.inf, dtype=maxima_ub.dtype, device=logits_tv.device
+    )
     offset_k = torch.arange(BLOCK, device=logits_tv.device)
     for chunk in row_chunks(maxima_ub.shape[0], num_blocks * BLOCK):
         block_ub = maxima_ub[chunk].topk(num_blocks, dim=1, sorted=False).indices

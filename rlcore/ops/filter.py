@@ -1,10 +1,11 @@
 """Support search: which ids a truncated distribution can draw, as a handful of numbers per token.
 
-A support is a threshold on the tempered logit, the share of the group tied at it, the log-normaliser and a count.
-Nothing vocabulary-sized is sent, saved or sorted. Logits are handed in as this rank's real columns `[t, v]`.
+A support is a threshold on the tempered logit, the share of the group tied at it, the log-normaliser and a
+count. Nothing vocabulary-sized is sent, saved or sorted. Logits are handed in as this rank's real columns
+`[t, v]`.
 
-One all-gather carries every shard's statistics and largest values. Those settle every row with a small top-k and most
-nuclei (`candidates.py`); the rest is searched (`bracket.py`).
+One all-gather carries every shard's statistics and largest values. Those settle every row with a small top-k
+and most nuclei (`candidates.py`); the rest is searched (`bracket.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def find_support(
     """The target's tempered logit on every rank, the rows' statistics and their support.
 
     `z_target_t [t]` is -inf on the ranks that do not hold the target.
-    Collectives over `tp_group`: one all-gather of 6 numbers a token, or 7 + C with C = top_k up to MAX_CANDIDATES, else
-    NUCLEUS_CANDIDATES. No other when every row has a top-k of at most MAX_CANDIDATES, or nothing truncates; one of 4
-    float64 for min-p alone; else a few small ones for the rows that the candidates leave open, none when there is none.
+    Collectives over `tp_group`: one all-gather of 6 numbers a token, or 7 + C with C = top_k up to
+    MAX_CANDIDATES, else NUCLEUS_CANDIDATES. No other when every row has a top-k of at most MAX_CANDIDATES, or
+    nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the rows that the
+    candidates leave open, none when there is none.
     """
     num_listed = num_candidates(params)
     summary_tc = _local_summary(passes, logits_tv, z_target_t, params, num_listed, entropy)
@@ -51,11 +53,21 @@ def find_support(
         return z_target_t, stats, _whole_rows(stats)
     all_u = torch.arange(logits_tv.shape[0], device=logits_tv.device)
     rows = OpenRows(
-        passes=passes, logits_tv=logits_tv, row_u=all_u, stats=stats, params=params, tp_group=tp_group, entropy=entropy
+        passes=passes,
+        logits_tv=logits_tv,
+        row_u=all_u,
+        stats=stats,
+        params=params,
+        tp_group=tp_group,
+        entropy=entropy,
     )
     if num_listed == 0:
         nothing_t = torch.full_like(stats.max_t, math.inf)
-        return z_target_t, stats, support_from_search(rows, nothing_t, torch.zeros_like(stats.sum_t)[:, None].expand(-1, 2))
+        return (
+            z_target_t,
+            stats,
+            support_from_search(rows, nothing_t, torch.zeros_like(stats.sum_t)[:, None].expand(-1, 2)),
+        )
     candidates = Candidates.merge(gathered_rtc[:, :, _LIST:], gathered_rtc[:, :, _TIES])
     support, settled_t = support_from_candidates(candidates, stats, params, entropy)
     if params.all_top_k and params.max_top_k <= num_listed:
@@ -76,7 +88,7 @@ def num_candidates(params: RowParams) -> int:
 
 
 def _above_the_list(value_uc: torch.Tensor, max_u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float above the last listed value, and the mass and count `[u, 2]` of the row from there upwards."""
+    """The float just above the last listed value, and the mass and count `[u, 2]` of the row from there upwards."""
     last_u = value_uc[:, -1]
     above_uc = value_uc > last_u[:, None]
     mass_u = torch.where(above_uc, (value_uc - max_u[:, None]).double().exp(), 0.0).sum(dim=1)
@@ -94,14 +106,17 @@ def _local_summary(
 ) -> torch.Tensor:
     """`[t, 6]` or `[t, 7 + C]`: what this shard has to say, in the columns named above.
 
-    Its sums are relative to its own max; a float64 sum travels as two numbers, its rounded value and the rest.
+    Its sums are relative to its own max; a float64 sum travels as two numbers, its rounded value and the
+    rest.
     """
     num_rows, dtype = logits_tv.shape[0], z_target_t.dtype
     temperature_t = params.temperature_t
     nothing_t = torch.full((num_rows,), math.inf, dtype=dtype, device=logits_tv.device)
     maxima_tb = passes.block_maxima(logits_tv, None, temperature_t, nothing_t)
     max_t = maxima_tb.amax(dim=1)
-    sums_t3 = passes.exp_sums(logits_tv, None, temperature_t, torch.where(torch.isneginf(max_t), 0.0, max_t), entropy)
+    sums_t3 = passes.exp_sums(
+        logits_tv, None, temperature_t, torch.where(torch.isneginf(max_t), 0.0, max_t), entropy
+    )
     sum_high_t = sums_t3[:, 0].to(dtype)
     sum_low_t = (sums_t3[:, 0] - sum_high_t.double()).to(dtype)
     columns = [z_target_t, max_t, sum_high_t, sum_low_t, sums_t3[:, 1].to(dtype), sums_t3[:, 2].to(dtype)]
@@ -121,7 +136,9 @@ def _combine(gathered_rtc: torch.Tensor, entropy: bool) -> RowStats:
     scale_rt = shift_rt.exp()
     sum_t = (sum_rt * scale_rt).sum(dim=0)
     # A NaN, a +inf, or nothing finite: make the row NaN as a whole, so that no finite value hides it.
-    log_sum_t = torch.where(torch.isfinite(sum_t) & torch.isfinite(max_t) & (sum_t > 0), sum_t.log(), math.nan)
+    log_sum_t = torch.where(
+        torch.isfinite(sum_t) & torch.isfinite(max_t) & (sum_t > 0), sum_t.log(), math.nan
+    )
     entropy_t = torch.zeros_like(log_sum_t)
     if entropy:
         weighted_rt = gathered_rtc[:, :, _WEIGHTED].double() + sum_rt * shift_rt.clamp(min=-1e4)

@@ -189,7 +189,13 @@ def score_rows(
         unfiltered_entropy_t=stats.entropy_t if entropy else None,
     )
     saved = ScoredRows(
-        params=params, stats=stats, support=support, here_t=here_t, column_t=column_t, keep_t=keep_t, target_z_t=z_t
+        params=params,
+        stats=stats,
+        support=support,
+        here_t=here_t,
+        column_t=column_t,
+        keep_t=keep_t,
+        target_z_t=z_t,
     )
     return result, saved
 
@@ -202,7 +208,9 @@ def rows_gradient(
     upstream: Sequence[torch.Tensor | None],
     entropy: bool,
 ) -> torch.Tensor:
-    """`[t, v]` gradient of the logits from the gradients of (logprob, unfiltered logprob, log mass, both entropies)."""
+    """`[t, v]` gradient of the logits from the gradients of (logprob, unfiltered logprob, log mass, both
+    entropies).
+    """
     stats, support, temperature_t = saved.stats, saved.support, saved.params.temperature_t
     zero_t = torch.zeros_like(stats.max_t)
     grads = [zero_t if grad is None else grad for grad in upstream]
@@ -222,14 +230,19 @@ def rows_gradient(
     old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
     new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
     grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
-    return torch.nn.functional.pad(grad_tv, (0, logits_tv.shape[1] - width)) if width < logits_tv.shape[1] else grad_tv
+    return (
+        torch.nn.functional.pad(grad_tv, (0, logits_tv.shape[1] - width))
+        if width < logits_tv.shape[1]
+        else grad_tv
+    )
 
 
 def _gradient_terms(grads: Sequence[torch.Tensor], stats: RowStats, support: Support) -> torch.Tensor:
     """`[t, 8]`: p (scale + slope (y - shift)) for the kept p and the whole p, p = exp(y - log).
 
-    In the order kept log, kept scale, whole log, whole scale, kept slope, kept shift, whole slope, whole shift. Scales
-    come from logprobs and log mass, slopes and shifts from entropies: dH/dz = -p (z - E[z]), E[z] = log - H.
+    In the order kept log, kept scale, whole log, whole scale, kept slope, kept shift, whole slope, whole
+    shift. Scales come from logprobs and log mass, slopes and shifts from entropies: dH/dz = -p (z - E[z]),
+    E[z] = log - H.
     """
     logprob_t, unfiltered_t, mass_t, entropy_t, whole_entropy_t = grads
     terms = [

@@ -1,9 +1,10 @@
 """Passes over the logits: everything in the op whose cost grows with the vocabulary, as a few pure functions.
 
-Each reads this rank's real columns once and returns O(1) numbers a row, or writes the gradient. One `Passes` object
-holds one implementation of them; the search and the maths above it never touch a logit. z is a tempered logit, y is z
-relative to the largest of its whole row; both are computed in float32 (float64 for float64 logits). Sums are
-accumulated in float64 over blocks, because a cut of a flat row is decided in the seventh digit.
+Each reads this rank's real columns once and returns O(1) numbers a row, or writes the gradient. One `Passes`
+object holds one implementation of them; the search and the maths above it never touch a logit. z is a
+tempered logit, y is z relative to the largest of its whole row; both are computed in float32 (float64 for
+float64 logits). Sums are accumulated in float64 over blocks, because a cut of a flat row is decided in the
+seventh digit.
 
 Rows: `row_u` picks rows by index without copying them; None means all.
 """
@@ -17,9 +18,11 @@ from functools import cache
 
 import torch
 
-# Columns per block: partial sums stay in float32 inside a block, and block maxima bound where large values are.
+# Columns per block: partial sums stay in float32 inside a block, and block maxima bound where large values
+# are.
 BLOCK = 64
-# Elements of an eager temporary: rows are visited in chunks that stay in the cache, so memory does not grow with t.
+# Elements of an eager temporary: rows are visited in chunks that stay in the cache, so memory does not grow
+# with t.
 CHUNK_ELEMENTS = 1 << 18
 
 
@@ -51,68 +54,117 @@ def temper(logits_tv: torch.Tensor, temperature_t: torch.Tensor) -> torch.Tensor
     return logits_tv.to(compute_dtype(logits_tv)) / temperature_t[:, None]
 
 
-# --- the arithmetic of each pass, on rows that are at hand; compiled as they stand for the `compile` backend -----------
+# --- the arithmetic of each pass, on rows that are at hand; compiled
 
 
-def _sum_blocks(value_tv: torch.Tensor) -> torch.Tensor:
-    """`[t]` float64 sum over columns: float32 inside blocks of BLOCK columns, float64 across them."""
-    whole = value_tv.shape[1] // BLOCK * BLOCK
-    blocks_t = value_tv[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).sum(dim=2).double().sum(dim=1)
-    return blocks_t + value_tv[:, whole:].double().sum(dim=1)
+def _by_blocks(
+    logits_tv: torch.Tensor,
+    temperature_t: torch.Tensor,
+    partials: Callable[[torch.Tensor], list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    """Partial results `[t, blocks]` of z `[t, blocks, BLOCK]`, the shorter last block appended.
+
+    Whole blocks and the rest are cut before anything is computed, every partial reduces the same axis, and
+    `partials` writes an exp out again for each use: then the compiler makes one loop of it all. An exp that
+    several sums share is written to memory first (measured: 3.5 times slower).
+    """
+    whole = logits_tv.shape[1] // BLOCK * BLOCK
+    temperature_t11 = temperature_t[:, None, None]
+    results: list[list[torch.Tensor]] = []
+    if whole:
+        blocks_tbk = logits_tv[:, :whole].unflatten(1, (whole // BLOCK, BLOCK))
+        results.append(partials(blocks_tbk.to(compute_dtype(logits_tv)) / temperature_t11))
+    if whole < logits_tv.shape[1]:
+        results.append(partials(logits_tv[:, None, whole:].to(compute_dtype(logits_tv)) / temperature_t11))
+    if len(results) == 1:
+        return results[0]
+    return [torch.cat(pair, dim=1) for pair in zip(*results, strict=True)]
 
 
-def _block_maxima(logits_tv: torch.Tensor, temperature_t: torch.Tensor, below_t: torch.Tensor) -> torch.Tensor:
+def _total(partial_tb: torch.Tensor) -> torch.Tensor:
+    """`[t]` float64: float32 inside blocks, float64 across them."""
+    return partial_tb.double().sum(dim=1)
+
+
+def _number(mask_tbk: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`[t, blocks]` how many, as floats: at most BLOCK, so exact."""
+    return torch.where(mask_tbk, torch.ones((), dtype=like.dtype, device=like.device), 0.0).sum(dim=2)
+
+
+def _block_maxima(
+    logits_tv: torch.Tensor, temperature_t: torch.Tensor, below_t: torch.Tensor
+) -> torch.Tensor:
     """`[t, blocks]`: largest z below the bound in each block of BLOCK columns, the last one shorter."""
-    z_tv = temper(logits_tv, temperature_t)
-    # NaN fails the comparison and stays, so that it reaches the row's max.
-    z_tv = torch.where(z_tv >= below_t[:, None], -math.inf, z_tv)
-    whole = z_tv.shape[1] // BLOCK * BLOCK
-    blocks_tb = z_tv[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(dim=2)
-    return torch.cat([blocks_tb, z_tv[:, whole:].amax(dim=1, keepdim=True)], dim=1) if whole < z_tv.shape[1] else blocks_tb
+
+    def partials(z_tbk: torch.Tensor) -> list[torch.Tensor]:
+        # NaN fails the comparison and stays, so that it reaches the row's max.
+        return [torch.where(z_tbk >= below_t[:, None, None], -math.inf, z_tbk).amax(dim=2)]
+
+    return _by_blocks(logits_tv, temperature_t, partials)[0]
 
 
 def _exp_sums(
     logits_tv: torch.Tensor, temperature_t: torch.Tensor, max_t: torch.Tensor, entropy: bool
 ) -> torch.Tensor:
     """`[t, 3]` float64: sum of exp(y), sum of exp(y) y (0 without `entropy`), number of finite entries."""
-    z_tv = temper(logits_tv, temperature_t)
-    y_tv = z_tv - max_t[:, None]
-    exp_tv = y_tv.exp()
-    sum_t = _sum_blocks(exp_tv)
-    weighted_t = _sum_blocks(exp_tv * finite(y_tv)) if entropy else torch.zeros_like(sum_t)
-    return torch.stack([sum_t, weighted_t, (z_tv > -math.inf).sum(dim=1).double()], dim=1)
+
+    def partials(z_tbk: torch.Tensor) -> list[torch.Tensor]:
+        y_tbk = z_tbk - max_t[:, None, None]
+        parts = [y_tbk.exp().sum(dim=2), _number(z_tbk > -math.inf, z_tbk)]
+        return [*parts, (y_tbk.exp() * finite(y_tbk)).sum(dim=2)] if entropy else parts
+
+    totals = [_total(part) for part in _by_blocks(logits_tv, temperature_t, partials)]
+    return torch.stack([totals[0], totals[2] if entropy else torch.zeros_like(totals[0]), totals[1]], dim=1)
 
 
 def _sums_above(
-    logits_tv: torch.Tensor, temperature_t: torch.Tensor, max_t: torch.Tensor, threshold_t: torch.Tensor, entropy: bool
+    logits_tv: torch.Tensor,
+    temperature_t: torch.Tensor,
+    max_t: torch.Tensor,
+    threshold_t: torch.Tensor,
+    entropy: bool,
 ) -> torch.Tensor:
-    """`[t, 4]` float64: sum of exp(y) over z > threshold, their number, the number equal to it, sum of exp(y) y."""
-    z_tv = temper(logits_tv, temperature_t)
-    y_tv = z_tv - max_t[:, None]
-    above_tv = z_tv > threshold_t[:, None]
-    exp_tv = torch.where(above_tv, y_tv.exp(), 0.0)
-    mass_t = _sum_blocks(exp_tv)
-    weighted_t = _sum_blocks(exp_tv * finite(y_tv)) if entropy else torch.zeros_like(mass_t)
-    tied_t = (z_tv == threshold_t[:, None]).sum(dim=1)
-    return torch.stack([mass_t, above_tv.sum(dim=1).double(), tied_t.double(), weighted_t], dim=1)
+    """`[t, 4]` float64: sum of exp(y) over z > threshold, their number, the number equal to it, sum of exp(y)
+    y.
+    """
+
+    def partials(z_tbk: torch.Tensor) -> list[torch.Tensor]:
+        y_tbk = z_tbk - max_t[:, None, None]
+        above_tbk = z_tbk > threshold_t[:, None, None]
+        mass_tb = torch.where(above_tbk, y_tbk.exp(), 0.0).sum(dim=2)
+        parts = [mass_tb, _number(above_tbk, z_tbk), _number(z_tbk == threshold_t[:, None, None], z_tbk)]
+        if entropy:
+            parts.append(torch.where(above_tbk, y_tbk.exp() * finite(y_tbk), 0.0).sum(dim=2))
+        return parts
+
+    totals = [_total(part) for part in _by_blocks(logits_tv, temperature_t, partials)]
+    return torch.stack(totals if entropy else [*totals, torch.zeros_like(totals[0])], dim=1)
 
 
 def _pivot_sums(
     logits_tv: torch.Tensor, temperature_t: torch.Tensor, max_t: torch.Tensor, pivot_tp: torch.Tensor
 ) -> torch.Tensor:
     """`[t, P, 2]` float64: sum of exp(y) and number of the entries z >= each pivot."""
-    z_tv = temper(logits_tv, temperature_t)
-    exp_tv = (z_tv - max_t[:, None]).exp()
-    columns = []
-    for index in range(pivot_tp.shape[1]):
-        above_tv = z_tv >= pivot_tp[:, index : index + 1]
-        columns += [_sum_blocks(torch.where(above_tv, exp_tv, 0.0)), above_tv.sum(dim=1).double()]
-    return torch.stack(columns, dim=1).unflatten(1, (-1, 2))
+
+    def partials(z_tbk: torch.Tensor) -> list[torch.Tensor]:
+        parts = []
+        for pivot_t in pivot_tp.unbind(1):
+            above_tbk = z_tbk >= pivot_t[:, None, None]
+            mass_tb = torch.where(above_tbk, (z_tbk - max_t[:, None, None]).exp(), 0.0).sum(dim=2)
+            parts += [mass_tb, _number(above_tbk, z_tbk)]
+        return parts
+
+    totals = [_total(part) for part in _by_blocks(logits_tv, temperature_t, partials)]
+    return torch.stack(totals, dim=1).unflatten(1, (pivot_tp.shape[1], 2))
 
 
 def _count_equal(logits_tv: torch.Tensor, temperature_t: torch.Tensor, value_t: torch.Tensor) -> torch.Tensor:
-    """`[t]` int64: entries equal to a value."""
-    return (temper(logits_tv, temperature_t) == value_t[:, None]).sum(dim=1)
+    """`[t]` float64: number of entries equal to a value."""
+
+    def partials(z_tbk: torch.Tensor) -> list[torch.Tensor]:
+        return [_number(z_tbk == value_t[:, None, None], z_tbk)]
+
+    return _total(_by_blocks(logits_tv, temperature_t, partials)[0])
 
 
 def _gradient(
@@ -124,20 +176,32 @@ def _gradient(
     terms_tc: torch.Tensor,
     entropy: bool,
 ) -> torch.Tensor:
-    """`[t, v]` in the logits' dtype, without the target's own term; `terms_tc [t, 8]`: see `logprob._gradient_terms`."""
+    """`[t, v]` in the logits' dtype, without the target's own term; `terms_tc [t, 8]`: see
+    `logprob._gradient_terms`.
+    """
     z_tv = temper(logits_tv, temperature_t)
     y_tv = z_tv - max_t[:, None]
-    kept_log_t, kept_scale_t, whole_log_t, whole_scale_t, kept_slope_t, kept_shift_t, whole_slope_t, whole_shift_t = (
-        terms_tc.unbind(dim=1)
-    )
+    (
+        kept_log_t,
+        kept_scale_t,
+        whole_log_t,
+        whole_scale_t,
+        kept_slope_t,
+        kept_shift_t,
+        whole_slope_t,
+        whole_shift_t,
+    ) = terms_tc.unbind(dim=1)
     at_tv = torch.where(z_tv == threshold_t[:, None], share_t[:, None], 0.0)
     weight_tv = torch.where(z_tv > threshold_t[:, None], 1.0, at_tv)
-    # Below the threshold y may be far above the kept log-sum's range: bounded before exp, weighted by 0 after it.
+    # Below the threshold y may be far above the kept log-sum's range: bounded before exp, weighted by 0 after
+    # it.
     kept_p_tv = weight_tv * (y_tv - kept_log_t[:, None]).clamp(max=0.0).exp()
     whole_p_tv = (y_tv - whole_log_t[:, None]).exp()
     if entropy:
         bounded_tv = finite(y_tv)
-        kept_tv = kept_p_tv * (kept_scale_t[:, None] + kept_slope_t[:, None] * (bounded_tv - kept_shift_t[:, None]))
+        kept_tv = kept_p_tv * (
+            kept_scale_t[:, None] + kept_slope_t[:, None] * (bounded_tv - kept_shift_t[:, None])
+        )
         whole_tv = whole_p_tv * (
             whole_scale_t[:, None] + whole_slope_t[:, None] * (bounded_tv - whole_shift_t[:, None])
         )
@@ -146,7 +210,7 @@ def _gradient(
     return ((kept_tv + whole_tv) / temperature_t[:, None]).to(logits_tv.dtype)
 
 
-# --- eager: the same arithmetic, chunk by chunk -------------------------------------------------------------------------
+# --- eager: the same arithmetic, chunk by chunk ---------------------------------------------------
 
 
 def row_chunks(num_rows: int, width: int) -> Iterator[slice]:
@@ -196,7 +260,7 @@ EAGER = Passes(
 
 @cache
 def compiled_passes() -> Passes:
-    """The same functions through `torch.compile`: one fused loop each. The first call of each takes seconds."""
+    """The same functions through `torch.compile`: one loop each. First calls take seconds."""
 
     def with_rows(pass_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def all_rows(logits_tv: torch.Tensor, row_u: None, *arguments: object) -> torch.Tensor:

@@ -38,8 +38,12 @@ class RowParams:
     """`ties="share"`: the last kept group carries what is left of the count; else all of it is kept."""
 
     @staticmethod
-    def of(spec: SamplingSpec | RowSampling, logits_tv: torch.Tensor, vocab_size: int, dtype: torch.dtype) -> RowParams:
-        """The parameters for these rows. A top-k of at least `vocab_size` is off. `ValueError` on a wrong row count."""
+    def of(
+        spec: SamplingSpec | RowSampling, logits_tv: torch.Tensor, vocab_size: int, dtype: torch.dtype
+    ) -> RowParams:
+        """The parameters for these rows. A top-k of at least `vocab_size` is off. `ValueError` on a wrong row
+        count.
+        """
         num_rows, device = logits_tv.shape[0], logits_tv.device
         if isinstance(spec, RowSampling):
             return _from_rows(spec, num_rows, vocab_size, dtype, device)
@@ -111,7 +115,9 @@ class Support:
     def of_cut(
         cut: Cut, num_group_t: torch.Tensor, stats: RowStats, shares_ties: bool, entropy: bool
     ) -> Support:
-        """The support that keeps everything above the cut, and `num_group_t` of weight of the group tied at it."""
+        """The support that keeps everything above the cut, and `num_group_t` of weight of the group tied at
+        it.
+        """
         dtype = stats.max_t.dtype
         if not shares_ties:
             num_group_t = cut.num_tied_t
@@ -130,7 +136,9 @@ class Support:
 
     def with_rows(self, row_u: torch.Tensor, other: Support) -> Support:
         """This support with some rows taken from `other`, in the order of `row_u`."""
-        merged = {f.name: getattr(self, f.name).index_copy(0, row_u, getattr(other, f.name)) for f in fields(self)}
+        merged = {
+            f.name: getattr(self, f.name).index_copy(0, row_u, getattr(other, f.name)) for f in fields(self)
+        }
         return Support(**merged)
 
 
@@ -150,7 +158,9 @@ class Cut:
     """`[t]` float64: sum of exp(y) y over entries above it; 0 unless the entropy was asked for."""
 
     def group_for_mass(self, goal_t: torch.Tensor, max_t: torch.Tensor) -> torch.Tensor:
-        """`[t]` int64: entries of the tied group needed until the mass above the next one reaches the goal; at least 1."""
+        """`[t]` int64: entries of the tied group needed until the mass above the next one reaches the goal;
+        at least 1.
+        """
         mass_t = (self.threshold_t - max_t).double().exp()
         needed_t = ((goal_t - self.mass_above_t) / mass_t).ceil()
         # 0/0 where the group has no mass at all: one entry is as good as none.
@@ -166,7 +176,9 @@ def _from_rows(
     spec: RowSampling, num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> RowParams:
     if spec.num_rows != num_rows:
-        raise ValueError(f"sampling parameters of {spec.num_rows} rows for logits of {num_rows} rows: expected one each.")
+        raise ValueError(
+            f"sampling parameters of {spec.num_rows} rows for logits of {num_rows} rows: expected one each."
+        )
     top_k_t = spec.top_k_t.to(device)
     off_t = (top_k_t <= 0) | (top_k_t >= vocab_size)
     top_p_cut_t = spec.top_p_cut_t.to(device)
