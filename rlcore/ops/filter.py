@@ -88,7 +88,7 @@ def num_candidates(params: RowParams) -> int:
 
 
 def _above_the_list(value_uc: torch.Tensor, max_u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float just above the last listed value, and the mass and count `[u, 2]` of the row from there upwards."""
+    """The float above the last listed value; mass and count `[u, 2]` of the row from there upwards."""
     last_u = value_uc[:, -1]
     above_uc = value_uc > last_u[:, None]
     mass_u = torch.where(above_uc, (value_uc - max_u[:, None]).double().exp(), 0.0).sum(dim=1)

@@ -274,7 +274,9 @@ def compiled_passes() -> Passes:
         compiled_some = torch.compile(some_rows, dynamic=True)
 
         def run(logits_tv: torch.Tensor, row_u: torch.Tensor | None, *arguments: object) -> torch.Tensor:
-            return (compiled_all if row_u is None else compiled_some)(logits_tv, row_u, *arguments)
+            if row_u is None:
+                return compiled_all(logits_tv, None, *arguments)
+            return compiled_some(logits_tv, row_u, *arguments)
 
         return run
 

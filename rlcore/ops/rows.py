@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -168,7 +169,7 @@ class Cut:
         return torch.minimum(needed_t.long(), self.num_tied_t)
 
 
-def _pick(value: object, row_u: torch.Tensor) -> object:
+def _pick(value: Any, row_u: torch.Tensor) -> Any:
     return value[row_u] if isinstance(value, torch.Tensor) else value
 
 
