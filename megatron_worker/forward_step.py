@@ -32,6 +32,8 @@ class Denominators:
 
     actor: torch.Tensor
     """Divides the policy-gradient term."""
+    retained: torch.Tensor
+    """token & sample & keep_old: what the policy-gradient term can see at most."""
     kl: torch.Tensor
     """token & sample: divides the KL term."""
 
@@ -138,8 +140,8 @@ def microbatch_loss(
     metrics["loss/total"] = Sum(value)
     if loss.entropy_metric:
         assert scores.entropy_t is not None and scores.unfiltered_entropy_t is not None
-        metrics["entropy/filtered"] = mean_over(scores.entropy_t, valid_t)
-        metrics["entropy/unfiltered"] = mean_over(scores.unfiltered_entropy_t, valid_t)
+        metrics["entropy/filtered"] = mean_over(scores.entropy_t, mask_t)
+        metrics["entropy/unfiltered"] = mean_over(scores.unfiltered_entropy_t, mask_t)
     broken_t = valid_t & torch.isnan(scores.unfiltered_logprob_t)
     broken_t = broken_t | (valid_t & ~torch.isfinite(policy.loss_t))
     return value, LossReport(metrics=metrics, broken_sample=_first_sample(microbatch, broken_t, value))
@@ -154,7 +156,6 @@ def policy_metrics(
 ) -> dict[str, Metric]:
     """Diagnostics of the policy-gradient term, each with its own mask."""
     valid_t = kl_mask(microbatch.token_mask_t, microbatch.sample_mask_t)
-    log_ratio_t = policy.ratio_t.log()
     return {
         "loss/policy": Sum(value),
         "ratio/mean": mean_over(policy.ratio_t, mask_t),
@@ -162,12 +163,16 @@ def policy_metrics(
         "ratio/max": max_over(policy.ratio_t, mask_t),
         "ratio/clipped_low": mean_over(policy.clipped_low_t.double(), mask_t),
         "ratio/clipped_high": mean_over(policy.clipped_high_t.double(), mask_t),
-        "ratio/kl_k3": mean_over(policy.ratio_t - 1.0 - log_ratio_t, mask_t),
+        "ratio/kl_k3": mean_over(policy.ratio_t - 1.0 - policy.log_ratio_t, mask_t),
         "filter/log_mass": mean_over(scores.log_mass_t, valid_t),
         "filter/num_kept": mean_over(scores.num_kept_t, valid_t),
         "filter/out_of_support": mean_over((~scores.keep_t).double(), valid_t),
         **why_tokens_left(
-            microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t, scores.keep_t
+            microbatch.real_t,
+            microbatch.token_mask_t,
+            microbatch.sample_mask_t,
+            microbatch.keep_old_t,
+            scores.keep_t,
         ),
     }
 
@@ -199,6 +204,7 @@ def neutral_metrics(loss: LossConfig, device: torch.device) -> dict[str, Metric]
         input_ids_bl=ids_t[None],
         position_ids_bl=ids_t[None],
         target_t=ids_t,
+        real_t=none_t,
         token_mask_t=none_t,
         sample_mask_t=none_t,
         sample_index_t=ids_t,
@@ -216,7 +222,7 @@ def neutral_metrics(loss: LossConfig, device: torch.device) -> dict[str, Metric]
         unfiltered_entropy_t=empty_t,
     )
     one = torch.ones((), device=device)
-    _, report = microbatch_loss(microbatch, scores, loss, Denominators(actor=one, kl=one))
+    _, report = microbatch_loss(microbatch, scores, loss, Denominators(actor=one, retained=one, kl=one))
     return {name: _NEUTRAL[type(metric)]() for name, metric in report.metrics.items()}
 
 

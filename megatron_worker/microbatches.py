@@ -51,8 +51,10 @@ def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 
     ids_sl = _pad(batch.ids_sl, rows, length, 0)
     sample_mask_s = _pad(batch.sample_mask_s[:, None], rows, 1, False)
     index_s = _pad(torch.arange(batch.num_sequences, device=ids_sl.device)[:, None], rows, 1, -1)
+    real_sl = torch.arange(batch.ids_sl.shape[1], device=ids_sl.device) < batch.length_s[:, None]
     columns = {
         "target": _shift(ids_sl, 0),
+        "real": _shift(_pad(real_sl, rows, length, False), False),
         "token_mask": _shift(_pad(batch.token_mask_sl, rows, length, False), False),
         "sample_mask": sample_mask_s.expand(rows, length),
         "sample_index": index_s.expand(rows, length),

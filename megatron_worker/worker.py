@@ -98,8 +98,8 @@ class MegatronWorker:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""
         fields = self._score(batch, self.model, self.spec)
         logprob_sl = fields["logprob"]
-        # Without truncation nothing else travels: every token is in the support and no mass is cut.
-        keep_sl = fields.get("keep", torch.ones_like(logprob_sl, dtype=torch.bool))
+        # Without truncation nothing else travels: no mass is cut, and only a banned id has no logprob.
+        keep_sl = fields.get("keep", ~torch.isneginf(logprob_sl))
         return ScoredTokens(
             logprob_sl=logprob_sl,
             keep_sl=keep_sl,
@@ -144,6 +144,13 @@ class MegatronWorker:
         or gradients raises `ValueError` on all ranks; weights and optimizer are then untouched.
         """
         microbatches = self._split(batch)
+        if self.config.loss.actor_denominator == "retained" and batch.keep_old_sl is None:
+            # The same on every rank: whether the old pass ran is decided by the loop, not by the data.
+            raise ValueError(
+                "loss.actor_denominator=retained counts keep_old, and the batch has none: score the batch "
+                "with "
+                "logprobs() first, or set loss.actor_denominator=valid."
+            )
         denominators = self._denominators(batch)
         if not self._has_tokens(denominators):
             return StepResult(
@@ -157,12 +164,19 @@ class MegatronWorker:
         self.model.train()
         reports: list[LossReport] = self._run_schedule(self.model, step, microbatches)
         self._refuse_broken_step(reports)
+        metrics = reduce_metrics(self._own_metrics(reports), self.groups.world, self.device)
+        if metrics["tokens/trained"] == 0 and self.config.loss.kl_coef == 0:
+            # Only the current pass knows this: momentum and weight decay must not move weights for nothing.
+            return StepResult(
+                metrics=metrics,
+                stepped=False,
+                reason="the current policy's support holds no token of the step",
+            )
         success, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         if not success:
-            return StepResult(metrics={}, stepped=False, reason="Megatron's optimizer skipped the step")
+            return StepResult(metrics=metrics, stepped=False, reason="Megatron's optimizer skipped the step")
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(increment=1)
-        metrics = reduce_metrics(self._own_metrics(reports), self.groups.world, self.device)
         metrics |= {"optimizer/grad_norm": float(grad_norm or 0.0), "optimizer/lr": float(learning_rate)}
         return StepResult(metrics=metrics, stepped=True)
 
@@ -178,12 +192,31 @@ class MegatronWorker:
         """The batch's microbatches; a batch that cannot be split raises on all ranks."""
         microbatches, error = [], None
         try:
+            self._check_batch(batch)
             multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
             microbatches = split_batch(batch, self.config.train.microbatch_size, multiple)
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)
         return microbatches
+
+    def _check_batch(self, batch: TrainBatch) -> None:
+        """What the model cannot take, by name."""
+        longest, positions = batch.ids_sl.shape[1], self.arch.max_position_embeddings
+        if longest > positions:
+            raise ValueError(
+                f"a batch of sequences padded to {longest} tokens, and the model has {positions} positions. "
+                "Lower "
+                "rollout.max_new_tokens, use shorter prompts, or raise model.max_position_embeddings."
+            )
+        bad_sl = (batch.ids_sl < 0) | (batch.ids_sl >= self.arch.vocab_size)
+        if bool(bad_sl.any()):
+            row, column = bad_sl.nonzero()[0].tolist()
+            raise ValueError(
+                f"id {int(batch.ids_sl[row, column])} of sample {row} at position {column} is outside the "
+                "model's "
+                f"vocabulary [0, {self.arch.vocab_size}). Use the tokenizer that belongs to the model."
+            )
 
     def _run_schedule(
         self,
@@ -214,13 +247,12 @@ class MegatronWorker:
         retained = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl).sum()
         counts = torch.stack([retained, valid]).to(device=self.device, dtype=torch.float64)
         retained, valid = all_reduce_(counts, "sum", self.groups.dp).float()
-        return Denominators(
-            actor=retained if self.config.loss.actor_denominator == "retained" else valid, kl=valid
-        )
+        actor = retained if self.config.loss.actor_denominator == "retained" else valid
+        return Denominators(actor=actor, retained=retained, kl=valid)
 
     def _has_tokens(self, denominators: Denominators) -> bool:
         """Is there anything to train on, over the whole step?"""
-        return bool(denominators.actor > 0) or (self.config.loss.kl_coef > 0 and bool(denominators.kl > 0))
+        return bool(denominators.retained > 0) or (self.config.loss.kl_coef > 0 and bool(denominators.kl > 0))
 
     def _own_metrics(self, reports: Sequence[LossReport]) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""

@@ -130,6 +130,8 @@ class Microbatch:
     """`[b, L]` int64."""
     target_t: torch.Tensor
     """`[T]` int64: the id that each position predicts (0 where it predicts nothing; masked there)."""
+    real_t: torch.Tensor
+    """`[T]` bool: the position predicts a token of its sequence, prompt or response; False in padding."""
     token_mask_t: torch.Tensor
     """`[T]` bool: the predicted id is a response token."""
     sample_mask_t: torch.Tensor

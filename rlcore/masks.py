@@ -42,20 +42,22 @@ def actor_mask(
 
 
 def why_tokens_left(
+    real_t: torch.Tensor,
     token_mask_t: torch.Tensor,
     sample_mask_t: torch.Tensor,
     keep_old_t: torch.Tensor | None,
     keep_t: torch.Tensor,
 ) -> dict[str, Metric]:
-    """Token counts by the first reason that applies, in this order; they add up to all tokens handed in.
+    """Token counts by the first reason that applies, in this order; they add up to the real tokens.
 
-    `tokens/prompt_or_padding`, `tokens/sample_masked`, `tokens/dropped_keep_old`, `tokens/dropped_keep`,
-    `tokens/trained`; with `tokens/valid` (token & sample) and `tokens/retained` (& keep_old) beside them.
+    `real_t`: tokens of a sequence, not padding, whose amount depends on how a batch is cut. `tokens/prompt`,
+    `tokens/sample_masked`, `tokens/dropped_keep_old`, `tokens/dropped_keep`, `tokens/trained`; with
+    `tokens/valid` (token & sample) and `tokens/retained` (& keep_old) beside them.
     """
     valid_t = kl_mask(token_mask_t, sample_mask_t)
     retained_t = retained_mask(token_mask_t, sample_mask_t, keep_old_t)
     return {
-        "tokens/prompt_or_padding": Sum((~token_mask_t).sum()),
+        "tokens/prompt": Sum((real_t & ~token_mask_t).sum()),
         "tokens/sample_masked": Sum((token_mask_t & ~sample_mask_t).sum()),
         "tokens/dropped_keep_old": Sum((valid_t & ~retained_t).sum()),
         "tokens/dropped_keep": Sum((retained_t & ~keep_t).sum()),

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch
 
 Ties = Literal["share", "all"]
 
@@ -126,6 +129,69 @@ class SamplingSpec:
             "min_p": float(self.min_p),
             "logprobs": 0,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """One sampling distribution per row, as tensors, for batches that mix requests. Build it with `of`, at
+    the border.
+
+    The flags say what any row needs, so that no tensor has to be read back in the op.
+    """
+
+    temperature_t: torch.Tensor
+    """`[t]` float32."""
+    top_k_t: torch.Tensor
+    """`[t]` int64; 0 is off."""
+    top_p_cut_t: torch.Tensor
+    """`[t]` float64: `SamplingSpec.top_p_cut`; inf is off."""
+    min_p_cut_t: torch.Tensor
+    """`[t]` float64: `SamplingSpec.min_p_cut`; -inf is off."""
+    max_top_k: int
+    """Largest top-k of any row; 0 when none has one."""
+    all_top_k: bool
+    """Does every row have a top-k?"""
+    any_top_p: bool
+    any_min_p: bool
+    ties: Ties = "share"
+
+    @staticmethod
+    def of(specs: Sequence[SamplingSpec], device: torch.device | str = "cpu") -> RowSampling:
+        """One row per spec. Raises `ValueError` when there is none, or when they differ in `ties`."""
+        if not specs or len({spec.ties for spec in specs}) != 1:
+            raise ValueError("expected at least one SamplingSpec, and the same `ties` in all of them.")
+        top_ks = [spec.effective_top_k or 0 for spec in specs]
+
+        def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        cuts = [math.inf if spec.effective_top_p is None else spec.top_p_cut for spec in specs]
+        return RowSampling(
+            temperature_t=tensor([spec.effective_temperature for spec in specs], torch.float32),
+            top_k_t=tensor(top_ks, torch.int64),
+            top_p_cut_t=tensor(cuts, torch.float64),
+            min_p_cut_t=tensor([spec.min_p_cut for spec in specs], torch.float64),
+            max_top_k=max(top_ks),
+            all_top_k=all(top_ks),
+            any_top_p=any(spec.effective_top_p is not None for spec in specs),
+            any_min_p=any(spec.min_p > 0 for spec in specs),
+            ties=specs[0].ties,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """t."""
+        return self.temperature_t.shape[0]
+
+    @property
+    def truncates(self) -> bool:
+        """Can any row drop an id?"""
+        return self.max_top_k > 0 or self.any_top_p or self.any_min_p
+
+    def rows(self, chunk: slice) -> RowSampling:
+        """The parameters of some rows; the flags stay those of the whole."""
+        names = ("temperature_t", "top_k_t", "top_p_cut_t", "min_p_cut_t")
+        return replace(self, **{name: getattr(self, name)[chunk] for name in names})
 
 
 def _check_number(name: str, value: Any, *, low: float, high: float) -> None:

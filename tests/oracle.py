@@ -85,6 +85,7 @@ def check_shard(
     stop: int,
     group: Any,
     padding: int = 0,
+    backend: str = "auto",
 ) -> None:
     """The op on columns [start, stop) of the whole, plus padding columns, equals the reference on the
     whole.
@@ -103,7 +104,13 @@ def check_shard(
     before = columns.detach().clone()
     vocab_size = logits.shape[1]
     ours = vocab_parallel_logprob(
-        columns, target_t, spec, group, VocabShard(start=start, vocab_size=vocab_size), entropy=True
+        columns,
+        target_t,
+        spec,
+        group,
+        VocabShard(start=start, vocab_size=vocab_size),
+        entropy=True,
+        backend=backend,
     )
     assert_same_values(ours, reference, hint=(spec, start, stop))
     assert torch.equal(torch.nan_to_num(columns.detach(), 5.0), torch.nan_to_num(before, 5.0)), (

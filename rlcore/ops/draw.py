@@ -12,14 +12,15 @@ import torch
 
 from rlcore.collectives import Group, all_gather
 from rlcore.ops.filter import find_support
-from rlcore.ops.logprob import VocabShard, real_columns, support_weight
-from rlcore.ops.rows import temper
-from rlcore.sampling import SamplingSpec
+from rlcore.ops.logprob import VocabShard, real_columns
+from rlcore.ops.passes import EAGER, compute_dtype, temper
+from rlcore.ops.rows import RowParams
+from rlcore.sampling import RowSampling, SamplingSpec
 
 
 def draw_tokens(
     logits_tv: torch.Tensor,
-    spec: SamplingSpec,
+    spec: SamplingSpec | RowSampling,
     tp_group: Group,
     vocab: VocabShard,
     generator: torch.Generator,
@@ -34,22 +35,28 @@ def draw_tokens(
         generator. Rows with NaN, +inf or nothing finite give NaN as logprob: the caller refuses them.
     """
     real_tv = real_columns(logits_tv, vocab)
-    nothing_t = torch.full(
-        (logits_tv.shape[0],), -math.inf, device=logits_tv.device, dtype=temper(logits_tv[:0], spec).dtype
-    )
-    _, stats, support = find_support(real_tv, nothing_t, spec, tp_group, vocab.vocab_size, entropy=False)
-    best_t3 = torch.full((logits_tv.shape[0], 3), -math.inf, dtype=torch.float64, device=logits_tv.device)
-    if real_tv.shape[1]:
-        z_tv = temper(real_tv, spec)
-        weight_tv = support_weight(z_tv, support.threshold_t, support.share_t)
-        noise_tv = torch.empty_like(z_tv).exponential_(generator=generator)
-        score_tv = (z_tv - stats.max_t[:, None]) + weight_tv.log() - noise_tv.log()
-        score_t, column_t = torch.where(weight_tv > 0, score_tv, -math.inf).max(dim=1)
-        picked_t = z_tv.gather(1, column_t[:, None])[:, 0]
-        best_t3 = torch.stack([score_t.double(), (column_t + vocab.start).double(), picked_t.double()], dim=1)
+    dtype = compute_dtype(logits_tv)
+    params = RowParams.of(spec, logits_tv, vocab.vocab_size, dtype)
+    if real_tv.shape[1] == 0:
+        real_tv = torch.full((logits_tv.shape[0], 1), -math.inf, dtype=dtype, device=logits_tv.device)
+    nothing_t = torch.full((logits_tv.shape[0],), -math.inf, device=logits_tv.device, dtype=dtype)
+    _, stats, support = find_support(EAGER, real_tv, nothing_t, params, tp_group, entropy=False)
+    z_tv = temper(real_tv, params.temperature_t)
+    weight_tv = support_weight(z_tv, support.threshold_t, support.share_t)
+    noise_tv = torch.empty_like(z_tv).exponential_(generator=generator)
+    score_tv = (z_tv - stats.max_t[:, None]) + weight_tv.log() - noise_tv.log()
+    score_t, column_t = torch.where(weight_tv > 0, score_tv, -math.inf).max(dim=1)
+    picked_t = z_tv.gather(1, column_t[:, None])[:, 0]
+    best_t3 = torch.stack([score_t.double(), (column_t + vocab.start).double(), picked_t.double()], dim=1)
     gathered_rt3 = all_gather(best_t3, tp_group)
     winner_t = gathered_rt3[:, :, 0].argmax(dim=0)
     chosen_t3 = gathered_rt3.gather(0, winner_t[None, :, None].expand(1, -1, 3))[0]
     logprob_t = chosen_t3[:, 2].to(stats.max_t.dtype) - stats.max_t - support.log_sum_t
     # log_sum is NaN for a broken row whatever its own entries say.
     return chosen_t3[:, 1].long(), logprob_t + 0.0 * stats.log_sum_t
+
+
+def support_weight(z_tv: torch.Tensor, threshold_t: torch.Tensor, share_t: torch.Tensor) -> torch.Tensor:
+    """`[t, v]`: 1 above the row's threshold, the share at it, 0 below."""
+    at_tv = torch.where(z_tv == threshold_t[:, None], share_t[:, None], 0.0)
+    return torch.where(z_tv > threshold_t[:, None], 1.0, at_tv)

@@ -4,11 +4,8 @@ A support is a threshold on the tempered logit, the share of the group tied at i
 count. Nothing vocabulary-sized is sent, saved or sorted. Logits are handed in as this rank's real columns
 `[t, v]`.
 
-Two searches, chosen by the spec alone, so that every rank takes the same one:
-- candidates: top-k is on and small. Each shard's k largest values are gathered; the support is a prefix of
-  the sorted union, and top-p only needs the union.
-- radix: the threshold's bits are found eight at a time from histograms of mass and count over the ordered
-  integer keys of the floats. It ends on a value that occurs in the row, so it is exact.
+One all-gather carries every shard's statistics and largest values. Those settle every row with a small top-k
+and most nuclei (`candidates.py`); the rest is searched (`bracket.py`).
 """
 
 from __future__ import annotations
@@ -17,137 +14,150 @@ import math
 
 import torch
 
-from rlcore.collectives import Group, all_gather, all_reduce_
-from rlcore.ops.candidates import support_from_candidates
-from rlcore.ops.radix import support_from_radix
-from rlcore.ops.rows import (
-    RowStats,
-    Support,
-    compute_dtype,
-    finite,
-    min_p_floor,
-    row_chunks,
-    sums_from,
-    temper,
-)
-from rlcore.sampling import SamplingSpec
+from rlcore.collectives import Group, all_gather
+from rlcore.ops.bracket import OpenRows, support_from_search
+from rlcore.ops.candidates import Candidates, support_from_candidates, top_values
+from rlcore.ops.passes import Passes
+from rlcore.ops.rows import RowParams, RowStats, Support
 
-# Largest top-k that is found by gathering candidates: k x TP floats a token must stay below the radix
-# histograms.
+# Largest top-k that is found by gathering candidates: 4 KiB a token and rank.
 MAX_CANDIDATES = 1024
+# Candidates gathered for a top-p without a small top-k: most nuclei of a trained model are smaller.
+NUCLEUS_CANDIDATES = 128
+# Columns of the gathered summary before the candidates.
+_TARGET, _MAX, _SUM_HIGH, _SUM_LOW, _WEIGHTED, _FINITE, _TIES, _LIST = range(8)
 
 
 def find_support(
+    passes: Passes,
     logits_tv: torch.Tensor,
     z_target_t: torch.Tensor,
-    spec: SamplingSpec,
+    params: RowParams,
     tp_group: Group,
-    vocab_size: int,
     entropy: bool,
 ) -> tuple[torch.Tensor, RowStats, Support]:
     """The target's tempered logit on every rank, the rows' statistics and their support.
 
-    `z_target_t [t]` is -inf on the ranks that do not hold the target. `vocab_size` is V, of all shards.
-    Collectives over `tp_group`, whatever the data: one all-gather; one all-reduce more for min-p alone; four
-    all-reduces (eight for float64) for a large top-k, and as many for a top-p that has no small top-k before
-    it, then one for the entropy when it is asked for.
+    `z_target_t [t]` is -inf on the ranks that do not hold the target.
+    Collectives over `tp_group`: one all-gather of 6 numbers a token, or 7 + C with C = top_k up to
+    MAX_CANDIDATES, else NUCLEUS_CANDIDATES. No other when every row has a top-k of at most MAX_CANDIDATES, or
+    nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the rows that the
+    candidates leave open, none when there is none.
     """
-    top_k = (
-        spec.effective_top_k
-        if spec.effective_top_k is not None and spec.effective_top_k < vocab_size
-        else None
+    num_listed = num_candidates(params)
+    summary_tc = _local_summary(passes, logits_tv, z_target_t, params, num_listed, entropy)
+    gathered_rtc = all_gather(summary_tc, tp_group)
+    z_target_t = gathered_rtc[:, :, _TARGET].amax(dim=0)
+    stats = _combine(gathered_rtc, entropy)
+    if not params.truncates:
+        return z_target_t, stats, _whole_rows(stats)
+    all_u = torch.arange(logits_tv.shape[0], device=logits_tv.device)
+    rows = OpenRows(
+        passes=passes,
+        logits_tv=logits_tv,
+        row_u=all_u,
+        stats=stats,
+        params=params,
+        tp_group=tp_group,
+        entropy=entropy,
     )
-    small_k = top_k if top_k is not None and top_k <= MAX_CANDIDATES else 0
-    local_tc = _local_summary(logits_tv, spec, small_k, entropy)
-    gathered_rtc = all_gather(torch.cat([z_target_t[:, None], local_tc], dim=1), tp_group)
-    z_target_t = gathered_rtc[:, :, 0].amax(dim=0)
-    stats = _combine_stats(gathered_rtc[:, :, 1:4], entropy)
-    if small_k:
-        tie_count_rt, values_rtk = gathered_rtc[:, :, 5], gathered_rtc[:, :, 6:]
-        return z_target_t, stats, support_from_candidates(tie_count_rt, values_rtk, stats, spec, entropy)
-    if top_k is None and spec.effective_top_p is None:
-        num_finite_t = gathered_rtc[:, :, 4].sum(dim=0)
-        if spec.min_p == 0.0:
-            return z_target_t, stats, _whole_row(stats, num_finite_t)
-        return z_target_t, stats, _support_above_floor(logits_tv, stats, spec, tp_group, entropy)
-    return z_target_t, stats, support_from_radix(logits_tv, stats, spec, top_k, tp_group, entropy)
+    if num_listed == 0:
+        nothing_t = torch.full_like(stats.max_t, math.inf)
+        return (
+            z_target_t,
+            stats,
+            support_from_search(rows, nothing_t, torch.zeros_like(stats.sum_t)[:, None].expand(-1, 2)),
+        )
+    candidates = Candidates.merge(gathered_rtc[:, :, _LIST:], gathered_rtc[:, :, _TIES])
+    support, settled_t = support_from_candidates(candidates, stats, params, entropy)
+    if params.all_top_k and params.max_top_k <= num_listed:
+        return z_target_t, stats, support
+    open_u = (~settled_t).nonzero()[:, 0]
+    if open_u.numel():
+        high_u, high_u2 = _above_the_list(candidates.value_tc[open_u], stats.max_t[open_u])
+        support = support.with_rows(open_u, support_from_search(rows.subset(open_u), high_u, high_u2))
+    return z_target_t, stats, support
 
 
-def _local_summary(logits_tv: torch.Tensor, spec: SamplingSpec, small_k: int, entropy: bool) -> torch.Tensor:
-    """`[t, 4 (+ 1 + k)]`: this shard's max, sum of exp(y), sum of exp(y) y, finite count (tie count, k
-    largest).
+def num_candidates(params: RowParams) -> int:
+    """How many values of each row are gathered, from what is known without reading a tensor back."""
+    small_k = params.max_top_k if params.max_top_k <= MAX_CANDIDATES else 0
+    if params.all_top_k and small_k:
+        return small_k
+    return max(small_k, NUCLEUS_CANDIDATES) if params.any_top_p or params.max_top_k else 0
 
-    y is relative to the shard's own max. The tie count is that of the shard's k-th value, ties cut off by k
-    included.
+
+def _above_the_list(value_uc: torch.Tensor, max_u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The float above the last listed value; mass and count `[u, 2]` of the row from there upwards."""
+    last_u = value_uc[:, -1]
+    above_uc = value_uc > last_u[:, None]
+    mass_u = torch.where(above_uc, (value_uc - max_u[:, None]).double().exp(), 0.0).sum(dim=1)
+    high_u = torch.nextafter(last_u, torch.full_like(last_u, math.inf))
+    return high_u, torch.stack([mass_u, above_uc.sum(dim=1).double()], dim=1)
+
+
+def _local_summary(
+    passes: Passes,
+    logits_tv: torch.Tensor,
+    z_target_t: torch.Tensor,
+    params: RowParams,
+    num_listed: int,
+    entropy: bool,
+) -> torch.Tensor:
+    """`[t, 6]` or `[t, 7 + C]`: what this shard has to say, in the columns named above.
+
+    Its sums are relative to its own max; a float64 sum travels as two numbers, its rounded value and the
+    rest.
     """
-    num_rows, width = logits_tv.shape
-    dtype = compute_dtype(logits_tv)
-    columns = 5 + small_k if small_k else 4
-    summary_tc = torch.zeros((num_rows, columns), dtype=dtype, device=logits_tv.device)
-    summary_tc[:, 0] = -math.inf
-    summary_tc[:, 5:] = -math.inf
-    if width == 0:
-        return summary_tc
-    num_local = min(small_k, width)
-    for rows in row_chunks(logits_tv):
-        z_tv = temper(logits_tv[rows], spec)
-        max_t = z_tv.amax(dim=1)
-        y_tv = z_tv - torch.where(torch.isneginf(max_t), 0.0, max_t)[:, None]
-        exp_tv = y_tv.exp()
-        summary_tc[rows, 0] = max_t
-        summary_tc[rows, 1] = exp_tv.sum(dim=1)
-        if entropy:
-            summary_tc[rows, 2] = (exp_tv * finite(y_tv)).sum(dim=1)
-        summary_tc[rows, 3] = (z_tv > -math.inf).sum(dim=1).to(dtype)
-        if small_k:
-            largest_tk = z_tv.topk(num_local, dim=1).values
-            summary_tc[rows, 4] = (z_tv == largest_tk[:, -1:]).sum(dim=1).to(dtype)
-            summary_tc[rows, 5 : 5 + num_local] = largest_tk
-    return summary_tc
+    num_rows, dtype = logits_tv.shape[0], z_target_t.dtype
+    temperature_t = params.temperature_t
+    nothing_t = torch.full((num_rows,), math.inf, dtype=dtype, device=logits_tv.device)
+    maxima_tb = passes.block_maxima(logits_tv, None, temperature_t, nothing_t)
+    max_t = maxima_tb.amax(dim=1)
+    sums_t3 = passes.exp_sums(
+        logits_tv, None, temperature_t, torch.where(torch.isneginf(max_t), 0.0, max_t), entropy
+    )
+    sum_high_t = sums_t3[:, 0].to(dtype)
+    sum_low_t = (sums_t3[:, 0] - sum_high_t.double()).to(dtype)
+    columns = [z_target_t, max_t, sum_high_t, sum_low_t, sums_t3[:, 1].to(dtype), sums_t3[:, 2].to(dtype)]
+    if num_listed == 0:
+        return torch.stack(columns, dim=1)
+    listed_tc = top_values(passes, logits_tv, None, temperature_t, nothing_t, num_listed, maxima_tb)
+    ties_t = passes.count_equal(logits_tv, None, temperature_t, listed_tc[:, -1].contiguous())
+    return torch.cat([torch.stack([*columns, ties_t.to(dtype)], dim=1), listed_tc], dim=1)
 
 
-def _combine_stats(parts_rtc: torch.Tensor, entropy: bool) -> RowStats:
-    """Statistics of whole rows from the shards' (max, sum, weighted sum) `[r, t, 3]`; the same on every
-    rank.
-    """
-    max_rt, sum_rt, weighted_rt = parts_rtc.unbind(dim=2)
+def _combine(gathered_rtc: torch.Tensor, entropy: bool) -> RowStats:
+    """Statistics of whole rows from the shards' summaries `[r, t, c]`; the same on every rank."""
+    max_rt = gathered_rtc[:, :, _MAX]
+    sum_rt = gathered_rtc[:, :, _SUM_HIGH].double() + gathered_rtc[:, :, _SUM_LOW].double()
     max_t = max_rt.amax(dim=0)
-    shift_rt = max_rt - max_t
+    shift_rt = (max_rt - max_t).double()
     scale_rt = shift_rt.exp()
     sum_t = (sum_rt * scale_rt).sum(dim=0)
-    log_sum_t = sum_t.log()
     # A NaN, a +inf, or nothing finite: make the row NaN as a whole, so that no finite value hides it.
-    log_sum_t = torch.where(torch.isfinite(log_sum_t) & torch.isfinite(max_t), log_sum_t, math.nan)
-    entropy_t = None
+    log_sum_t = torch.where(
+        torch.isfinite(sum_t) & torch.isfinite(max_t) & (sum_t > 0), sum_t.log(), math.nan
+    )
+    entropy_t = torch.zeros_like(log_sum_t)
     if entropy:
-        mean_t = (scale_rt * (weighted_rt + sum_rt * finite(shift_rt))).sum(dim=0) / sum_t
-        entropy_t = log_sum_t - mean_t
-    return RowStats(max_t=max_t, log_sum_t=log_sum_t, entropy_t=entropy_t)
+        weighted_rt = gathered_rtc[:, :, _WEIGHTED].double() + sum_rt * shift_rt.clamp(min=-1e4)
+        entropy_t = log_sum_t - (scale_rt * weighted_rt).sum(dim=0) / sum_t
+    return RowStats(
+        max_t=max_t,
+        sum_t=sum_t,
+        log_sum_t=log_sum_t.to(max_t.dtype),
+        entropy_t=entropy_t.to(max_t.dtype),
+        num_finite_t=gathered_rtc[:, :, _FINITE].sum(dim=0).long(),
+    )
 
 
-def _whole_row(stats: RowStats, num_finite_t: torch.Tensor) -> Support:
+def _whole_rows(stats: RowStats) -> Support:
     """The support when nothing is truncated: every finite entry."""
     return Support(
         threshold_t=torch.full_like(stats.max_t, -math.inf),
         share_t=torch.ones_like(stats.max_t),
         log_sum_t=stats.log_sum_t,
-        num_kept_t=num_finite_t.long(),
+        num_kept_t=stats.num_finite_t,
         entropy_t=stats.entropy_t,
-    )
-
-
-def _support_above_floor(
-    logits_tv: torch.Tensor, stats: RowStats, spec: SamplingSpec, tp_group: Group, entropy: bool
-) -> Support:
-    """min-p alone: the threshold is known, one pass sums what is above it."""
-    floor_t = min_p_floor(stats, spec)
-    sums_tc = all_reduce_(sums_from(logits_tv, floor_t, stats, spec, entropy), "sum", tp_group)
-    mass_t, count_t, weighted_t = sums_tc.unbind(dim=1)
-    log_sum_t = mass_t.log()
-    return Support(
-        threshold_t=floor_t,
-        share_t=torch.ones_like(floor_t),
-        log_sum_t=log_sum_t,
-        num_kept_t=count_t.long(),
-        entropy_t=log_sum_t - weighted_t / mass_t if entropy else None,
     )

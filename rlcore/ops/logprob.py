@@ -7,6 +7,7 @@ One call, one backward, both distributions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.ops.filter import find_support
-from rlcore.ops.rows import compute_dtype, finite, row_chunks, temper
-from rlcore.sampling import SamplingSpec
+from rlcore.ops.passes import EAGER, Passes, compute_dtype, select_passes, temper
+from rlcore.ops.rows import RowParams, RowStats, Support
+from rlcore.sampling import RowSampling, SamplingSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,12 @@ class TokenLogprobs:
 def vocab_parallel_logprob(
     logits_tv: torch.Tensor,
     target_t: torch.Tensor,
-    spec: SamplingSpec,
+    spec: SamplingSpec | RowSampling,
     tp_group: Group = None,
     vocab: VocabShard | None = None,
     *,
     entropy: bool = False,
+    backend: str = "auto",
     validate: bool | None = None,
 ) -> TokenLogprobs:
     """Truncated and plain log-probability of each target, exact under TP.
@@ -106,15 +109,16 @@ def vocab_parallel_logprob(
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     if validate:
         _check_targets(target_t, vocab.vocab_size)
-    outputs = _TruncatedLogprob.apply(logits_tv, target_t, spec, tp_group, vocab, entropy)
+    passes = select_passes(backend, logits_tv)
+    outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, spec, tp_group, vocab, entropy)
     result = TokenLogprobs(
         logprob_t=outputs[0],
         unfiltered_logprob_t=outputs[1],
         log_mass_t=outputs[2],
-        keep_t=outputs[3],
-        num_kept_t=outputs[4],
-        entropy_t=outputs[5] if entropy else None,
-        unfiltered_entropy_t=outputs[6] if entropy else None,
+        keep_t=outputs[5],
+        num_kept_t=outputs[6],
+        entropy_t=outputs[3] if entropy else None,
+        unfiltered_entropy_t=outputs[4] if entropy else None,
     )
     if validate:
         check_rows(result)
@@ -135,93 +139,160 @@ def check_rows(result: TokenLogprobs) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoredRows:
+    """What a backward needs besides the logits: O(t) numbers."""
+
+    params: RowParams
+    stats: RowStats
+    support: Support
+    here_t: torch.Tensor
+    """`[t]` bool: the target is one of this shard's columns."""
+    column_t: torch.Tensor
+    """`[t]` int64: which."""
+    keep_t: torch.Tensor
+    """`[t]` bool."""
+    target_z_t: torch.Tensor
+    """`[t]`: the target's tempered logit."""
+
+
+def score_rows(
+    passes: Passes,
+    logits_tv: torch.Tensor,
+    target_t: torch.Tensor,
+    spec: SamplingSpec | RowSampling,
+    tp_group: Group,
+    vocab: VocabShard,
+    entropy: bool,
+) -> tuple[TokenLogprobs, ScoredRows]:
+    """The op without autograd; `rows_gradient` is its backward."""
+    real_tv = real_columns(logits_tv, vocab)
+    dtype = compute_dtype(logits_tv)
+    params = RowParams.of(spec, logits_tv, vocab.vocab_size, dtype)
+    here_t, column_t = _local_column(target_t, real_tv.shape[1], vocab)
+    if real_tv.shape[1] == 0:
+        # A shard of padding only: one banned id, so that the passes have something to read.
+        real_tv = torch.full((logits_tv.shape[0], 1), -math.inf, dtype=dtype, device=logits_tv.device)
+    picked_t = temper(real_tv.gather(1, column_t[:, None]), params.temperature_t)[:, 0]
+    z_t = torch.where(here_t, picked_t, -math.inf)
+    z_t, stats, support = find_support(passes, real_tv, z_t, params, tp_group, entropy)
+    keep_t = (z_t > support.threshold_t) | ((z_t == support.threshold_t) & (support.share_t > 0))
+    keep_t = keep_t & (z_t > -math.inf)
+    y_t = z_t - stats.max_t
+    result = TokenLogprobs(
+        logprob_t=torch.where(keep_t, y_t - support.log_sum_t, -math.inf),
+        unfiltered_logprob_t=y_t - stats.log_sum_t,
+        keep_t=keep_t,
+        log_mass_t=(support.log_sum_t - stats.log_sum_t).clamp(max=0.0),
+        num_kept_t=support.num_kept_t,
+        entropy_t=support.entropy_t if entropy else None,
+        unfiltered_entropy_t=stats.entropy_t if entropy else None,
+    )
+    saved = ScoredRows(
+        params=params,
+        stats=stats,
+        support=support,
+        here_t=here_t,
+        column_t=column_t,
+        keep_t=keep_t,
+        target_z_t=z_t,
+    )
+    return result, saved
+
+
+def rows_gradient(
+    passes: Passes,
+    logits_tv: torch.Tensor,
+    vocab: VocabShard,
+    saved: ScoredRows,
+    upstream: Sequence[torch.Tensor | None],
+    entropy: bool,
+) -> torch.Tensor:
+    """`[t, v]` gradient of the logits from the gradients of (logprob, unfiltered logprob, log mass, both
+    entropies).
+    """
+    stats, support, temperature_t = saved.stats, saved.support, saved.params.temperature_t
+    zero_t = torch.zeros_like(stats.max_t)
+    grads = [zero_t if grad is None else grad for grad in upstream]
+    # Selected before any product: an infinite incoming gradient of a dropped token must not meet a zero.
+    grads[0] = torch.where(saved.keep_t, grads[0], 0.0)
+    terms_tc = _gradient_terms(grads, stats, support)
+    real_tv = real_columns(logits_tv, vocab)
+    width = real_tv.shape[1]
+    if width == 0:
+        return torch.zeros_like(logits_tv, memory_format=torch.contiguous_format)
+    arguments = (stats.max_t, support.threshold_t, support.share_t, terms_tc, entropy)
+    # The target's entry is written whole, in the compute dtype, not added to a rounded one.
+    ones_t = torch.ones_like(temperature_t)
+    target_t = EAGER.gradient(saved.target_z_t[:, None], None, ones_t, *arguments)[:, 0]
+    target_t = (target_t + grads[0] + grads[1]) / temperature_t
+    grad_tv = passes.gradient(real_tv, None, temperature_t, *arguments)
+    old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
+    new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
+    grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
+    return (
+        torch.nn.functional.pad(grad_tv, (0, logits_tv.shape[1] - width))
+        if width < logits_tv.shape[1]
+        else grad_tv
+    )
+
+
+def _gradient_terms(grads: Sequence[torch.Tensor], stats: RowStats, support: Support) -> torch.Tensor:
+    """`[t, 8]`: p (scale + slope (y - shift)) for the kept p and the whole p, p = exp(y - log).
+
+    In the order kept log, kept scale, whole log, whole scale, kept slope, kept shift, whole slope, whole
+    shift. Scales come from logprobs and log mass, slopes and shifts from entropies: dH/dz = -p (z - E[z]),
+    E[z] = log - H.
+    """
+    logprob_t, unfiltered_t, mass_t, entropy_t, whole_entropy_t = grads
+    terms = [
+        support.log_sum_t,
+        mass_t - logprob_t,
+        stats.log_sum_t,
+        -mass_t - unfiltered_t,
+        -entropy_t,
+        support.log_sum_t - support.entropy_t,
+        -whole_entropy_t,
+        stats.log_sum_t - stats.entropy_t,
+    ]
+    return torch.stack(terms, dim=1)
+
+
 class _TruncatedLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         logits_tv: torch.Tensor,
         target_t: torch.Tensor,
-        spec: SamplingSpec,
+        passes: Passes,
+        spec: SamplingSpec | RowSampling,
         tp_group: Group,
         vocab: VocabShard,
         entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
-        real_tv = real_columns(logits_tv, vocab)
-        here_t, column_t = _local_column(target_t, real_tv.shape[1], vocab)
-        z_target_t = _gather_target(real_tv, here_t, column_t, spec)
-        z_target_t, stats, support = find_support(
-            real_tv, z_target_t, spec, tp_group, vocab.vocab_size, entropy
-        )
-        y_target_t = z_target_t - stats.max_t
-        keep_t = (z_target_t >= support.threshold_t) & (z_target_t > -math.inf)
-        logprob_t = torch.where(keep_t, y_target_t - support.log_sum_t, -math.inf)
-        unfiltered_t = y_target_t - stats.log_sum_t
-        log_mass_t = (support.log_sum_t - stats.log_sum_t).clamp(max=0.0)
-        none = torch.empty(0, dtype=logprob_t.dtype, device=logprob_t.device)
-        entropy_t = support.entropy_t if support.entropy_t is not None else none
-        whole_entropy_t = stats.entropy_t if stats.entropy_t is not None else none
-        ctx.save_for_backward(
-            logits_tv,
-            here_t,
-            column_t,
-            keep_t,
-            stats.max_t,
-            stats.log_sum_t,
-            support.threshold_t,
-            support.share_t,
-            support.log_sum_t,
-            entropy_t,
-            whole_entropy_t,
-        )
-        ctx.spec, ctx.vocab, ctx.entropy = spec, vocab, entropy
-        ctx.mark_non_differentiable(keep_t, support.num_kept_t)
+        result, saved = score_rows(passes, logits_tv, target_t, spec, tp_group, vocab, entropy)
+        ctx.save_for_backward(logits_tv)
+        # O(t) tensors that no caller can see, so they need no version check.
+        ctx.saved, ctx.passes, ctx.vocab, ctx.entropy = saved, passes, vocab, entropy
+        ctx.mark_non_differentiable(result.keep_t, result.num_kept_t)
         ctx.set_materialize_grads(False)
-        return logprob_t, unfiltered_t, log_mass_t, keep_t, support.num_kept_t, entropy_t, whole_entropy_t
+        none = result.logprob_t.new_empty(0)
+        return (
+            result.logprob_t,
+            result.unfiltered_logprob_t,
+            result.log_mass_t,
+            none if result.entropy_t is None else result.entropy_t.clone(),
+            none if result.unfiltered_entropy_t is None else result.unfiltered_entropy_t.clone(),
+            result.keep_t,
+            result.num_kept_t,
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits_tv, here_t, column_t, keep_t, max_t, log_sum_t, *kept = ctx.saved_tensors
-        threshold_t, share_t, kept_log_sum_t, entropy_t, whole_entropy_t = kept
-        zero_t = torch.zeros_like(max_t)
-        grad_logprob_t, grad_unfiltered_t, grad_mass_t, _, _, grad_entropy_t, grad_whole_entropy_t = (
-            zero_t if grad is None else grad for grad in grads
-        )
-        # Selected before any product: an infinite incoming gradient of a dropped token must not meet a zero.
-        grad_logprob_t = torch.where(keep_t, grad_logprob_t, 0.0)
-        grad_tv = torch.zeros_like(logits_tv, memory_format=torch.contiguous_format)
-        real_tv, real_grad_tv = real_columns(logits_tv, ctx.vocab), real_columns(grad_tv, ctx.vocab)
-        target_grad_t = torch.where(here_t, grad_logprob_t + grad_unfiltered_t, 0.0)
-        for rows in row_chunks(real_tv):
-            z_tv = temper(real_tv[rows], ctx.spec)
-            y_tv = z_tv - max_t[rows, None]
-            weight_tv = support_weight(z_tv, threshold_t[rows], share_t[rows])
-            kept_p_tv = weight_tv * (y_tv - kept_log_sum_t[rows, None]).clamp(max=0.0).exp()
-            whole_p_tv = (y_tv - log_sum_t[rows, None]).exp()
-            part_tv = kept_p_tv * (grad_mass_t - grad_logprob_t)[rows, None]
-            part_tv -= whole_p_tv * (grad_mass_t + grad_unfiltered_t)[rows, None]
-            if ctx.entropy:
-                part_tv -= (
-                    grad_entropy_t[rows, None]
-                    * kept_p_tv
-                    * (finite(y_tv) - (kept_log_sum_t - entropy_t)[rows, None])
-                )
-                part_tv -= (
-                    grad_whole_entropy_t[rows, None]
-                    * whole_p_tv
-                    * (finite(y_tv) - (log_sum_t - whole_entropy_t)[rows, None])
-                )
-            part_tv.scatter_add_(1, column_t[rows, None], target_grad_t[rows, None]) if part_tv.shape[
-                1
-            ] else None
-            real_grad_tv[rows] = (part_tv / ctx.spec.effective_temperature).to(grad_tv.dtype)
-        return grad_tv, None, None, None, None, None
-
-
-def support_weight(z_tv: torch.Tensor, threshold_t: torch.Tensor, share_t: torch.Tensor) -> torch.Tensor:
-    """`[t, v]`: 1 above the row's threshold, the share at it, 0 below."""
-    at_tv = torch.where(z_tv == threshold_t[:, None], share_t[:, None], 0.0)
-    return torch.where(z_tv > threshold_t[:, None], 1.0, at_tv)
+        (logits_tv,) = ctx.saved_tensors
+        grad_tv = rows_gradient(ctx.passes, logits_tv, ctx.vocab, ctx.saved, grads[:5], ctx.entropy)
+        return grad_tv, None, None, None, None, None, None
 
 
 def real_columns(logits_tv: torch.Tensor, vocab: VocabShard) -> torch.Tensor:
@@ -234,16 +305,6 @@ def _local_column(target_t: torch.Tensor, width: int, vocab: VocabShard) -> tupl
     column_t = target_t - vocab.start
     here_t = (column_t >= 0) & (column_t < width)
     return here_t, torch.where(here_t, column_t, 0)
-
-
-def _gather_target(
-    real_tv: torch.Tensor, here_t: torch.Tensor, column_t: torch.Tensor, spec: SamplingSpec
-) -> torch.Tensor:
-    """`[t]`: the target's tempered logit on the rank that holds it, -inf on the others."""
-    if real_tv.shape[1] == 0:
-        return torch.full(here_t.shape, -math.inf, dtype=compute_dtype(real_tv), device=real_tv.device)
-    picked_t = temper(real_tv.gather(1, column_t[:, None]), spec)[:, 0]
-    return torch.where(here_t, picked_t, -math.inf)
 
 
 def _width(logits_tv: torch.Tensor) -> int:

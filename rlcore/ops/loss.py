@@ -23,6 +23,8 @@ class PolicyTerms:
     """float32, exactly 0 outside the mask."""
     ratio_t: torch.Tensor
     """float32, detached: exp(logprob - old logprob); 1 outside the mask."""
+    log_ratio_t: torch.Tensor
+    """float32, detached: its logarithm, not read back from it: the ratio underflows long before."""
     clipped_low_t: torch.Tensor
     """bool: the lower bound decided this token's loss."""
     clipped_high_t: torch.Tensor
@@ -57,7 +59,8 @@ def clipped_policy_terms(
     The log ratio is clamped at +20 before exp, so the loss is finite for every finite input.
     """
     log_ratio_t = masked_log_ratio(logprob_t, old_logprob_t, mask_t)
-    ratio_t = log_ratio_t.clamp(max=MAX_LOG_RATIO).exp()
+    log_ratio_t = log_ratio_t.clamp(max=MAX_LOG_RATIO)
+    ratio_t = log_ratio_t.exp()
     advantage_t = torch.where(mask_t, advantage_t, 0.0)
     plain_t = -advantage_t * ratio_t
     bounded_t = -advantage_t * ratio_t.clamp(1.0 - ratio_clip_min, 1.0 + ratio_clip_max)
@@ -66,6 +69,7 @@ def clipped_policy_terms(
     return PolicyTerms(
         loss_t=torch.where(mask_t, torch.maximum(plain_t, bounded_t), 0.0),
         ratio_t=ratio_t,
+        log_ratio_t=log_ratio_t.detach(),
         clipped_low_t=decided_t & (ratio_t < 1.0),
         clipped_high_t=decided_t & (ratio_t > 1.0),
     )

@@ -27,6 +27,18 @@ class PolicySampler:
         self, decoder: DecodingModel, spec: SamplingSpec, eos_id: int, max_new_tokens: int, max_length: int
     ) -> None:
         """`max_length`: longest prompt + response the model has positions for."""
+        if not 0 <= eos_id < decoder.vocab_size:
+            raise ValueError(
+                f"the task ends responses with id {eos_id}, and the model's vocabulary is [0, "
+                f"{decoder.vocab_size}): no "
+                "response could ever end. Use the tokenizer that belongs to the model."
+            )
+        if not 1 <= max_new_tokens < max_length:
+            raise ValueError(
+                f"rollout.max_new_tokens={max_new_tokens}, and the model has {max_length} positions: "
+                "expected at least "
+                "1, and room for a prompt token. Lower it, or raise model.max_position_embeddings."
+            )
         self.decoder, self.spec, self.eos_id = decoder, spec, eos_id
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
 
@@ -114,6 +126,12 @@ class PolicySampler:
             if not prompt.ids:
                 return ValueError(
                     f"prompt {prompt.group_id} is empty: every prompt needs at least one token."
+                )
+            outside = [token for token in prompt.ids if not 0 <= token < self.decoder.vocab_size]
+            if outside:
+                return ValueError(
+                    f"prompt {prompt.group_id} has id {outside[0]}, outside the model's vocabulary "
+                    f"[0, {self.decoder.vocab_size}). Use the tokenizer that belongs to the model."
                 )
             if len(prompt.ids) >= self.max_length:
                 return ValueError(

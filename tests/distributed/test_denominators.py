@@ -37,6 +37,7 @@ def make_microbatch(losses, token_mask, sample_mask=None, old=None, keep_old=Non
         input_ids_bl=ids_t[None],
         position_ids_bl=ids_t[None],
         target_t=ids_t,
+        real_t=torch.ones(num).bool(),
         token_mask_t=torch.tensor(token_mask).bool(),
         sample_mask_t=torch.tensor(sample_mask).bool(),
         sample_index_t=torch.arange(num),
@@ -71,7 +72,7 @@ def run_step(microbatches, group=None):
         for microbatch in microbatches:
             x = torch.zeros(len(microbatch.target_t), requires_grad=True)
             value, report = microbatch_loss(
-                microbatch, make_scores(x), LOSS, Denominators(actor=count, kl=count)
+                microbatch, make_scores(x), LOSS, Denominators(actor=count, retained=count, kl=count)
             )
             gradients += torch.autograd.grad(value, x)[0].tolist()
             reports.append(report.metrics)
@@ -110,7 +111,7 @@ def test_b35_an_empty_rank_is_neutral():
     assert metrics["loss/total"] == pytest.approx(3.0)
     assert first == pytest.approx([1.0, 2.0]) and second == [0.0, 0.0]
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
-    assert metrics["tokens/trained"] == 2 and metrics["tokens/prompt_or_padding"] == 2
+    assert metrics["tokens/trained"] == 2 and metrics["tokens/prompt"] == 2
 
 
 def test_an_empty_step_has_no_minimum_and_no_nan():
@@ -133,7 +134,7 @@ def test_b21_every_metric_is_bit_equal_whatever_the_masked_slot_holds(garbage, m
         x = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
         two = torch.tensor(2.0)
         value, report = microbatch_loss(
-            microbatch, make_scores(x, flags["keep"]), LOSS, Denominators(actor=two, kl=two)
+            microbatch, make_scores(x, flags["keep"]), LOSS, Denominators(actor=two, retained=two, kl=two)
         )
         return value, torch.autograd.grad(value, x)[0], reduce_metrics(report.metrics)
 
@@ -155,7 +156,7 @@ def test_b34_tokens_dropped_before_the_step_are_in_no_count_and_those_dropped_no
     )
     x = torch.zeros(4, requires_grad=True)
     value, report = microbatch_loss(
-        microbatch, make_scores(x, [1, 1, 0, 1]), LOSS, Denominators(actor=count, kl=count)
+        microbatch, make_scores(x, [1, 1, 0, 1]), LOSS, Denominators(actor=count, retained=count, kl=count)
     )
     assert value.item() == pytest.approx(2 / 3)
     assert torch.autograd.grad(value, x)[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0])
@@ -173,7 +174,9 @@ def test_a_broken_token_is_reported_with_its_sample_and_a_masked_one_is_not():
         unfiltered[slot] = math.nan
         scores = dataclasses.replace(scores, unfiltered_logprob_t=unfiltered)
         return int(
-            microbatch_loss(microbatch, scores, LOSS, Denominators(actor=one, kl=one))[1].broken_sample
+            microbatch_loss(microbatch, scores, LOSS, Denominators(actor=one, retained=one, kl=one))[
+                1
+            ].broken_sample
         )
 
     assert [broken_sample(slot) for slot in range(3)] == [0, 1, -1]

@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlcore.batch import Prompt
+from rlcore.groups import ParallelGroups
 from rlcore.ops.draw import draw_tokens
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.ops.reference import reference_logprob, support_weights
+from rlcore.rollout.policy_sampler import PolicySampler
 from rlcore.sampling import SamplingSpec
 from tests.oracle import make_logits
 from tests.rank_pool import run_ranks
@@ -82,3 +85,38 @@ def test_a_broken_row_gives_nan_and_nothing_else_does():
         torch.Generator().manual_seed(0),
     )
     assert torch.isnan(logprob_t).tolist() == [False, True, False, True]
+
+
+class _FixedLogits:
+    """A `DecodingModel` whose next-token logits never change."""
+
+    def __init__(self, row, groups):
+        self.groups, self.vocab_size, self.device = groups, len(row), torch.device("cpu")
+        width = len(row) // groups.tp_size
+        self.logits_v = torch.tensor(row)[groups.tp_rank * width : (groups.tp_rank + 1) * width]
+
+    def start_decoding(self, num_sequences, max_length):
+        pass
+
+    def next_logits(self, ids_sl, num_seen):
+        return self.logits_v.expand(ids_sl.shape[0], -1)
+
+
+def _sample(rank, world_size, row, num_samples):
+    groups = ParallelGroups(tp=dist.group.WORLD if world_size > 1 else None)
+    sampler = PolicySampler(_FixedLogits(row, groups), SamplingSpec(), 0, 1, 8)
+    rollout = sampler.generate([Prompt(ids=[1], group_id=0)], num_samples, seed=5)
+    return rollout.ids_sl[:, 1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_embedded_sampler_draws_every_shard_with_noise_of_its_own(world_size):
+    """The same noise on two shards makes their columns compete as one: [.4, .1, .3, .2] then gives [.66, 0,
+    0, .34].
+    """
+    probs_v = torch.tensor([0.4, 0.1, 0.3, 0.2])
+    ids_s = run_ranks(_sample, world_size, probs_v.log().tolist(), NUM_DRAWS)[0]
+    frequency_v = torch.bincount(ids_s, minlength=4) / NUM_DRAWS
+    assert bool(((frequency_v - probs_v).abs() < 5 * (probs_v * (1 - probs_v) / NUM_DRAWS).sqrt()).all()), (
+        frequency_v
+    )

@@ -2,6 +2,7 @@
 row.
 """
 
+import contextlib
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.collectives import record_collectives
+from rlcore.ops import bracket
 from rlcore.ops import filter as support_filter
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.sampling import SamplingSpec
@@ -32,29 +34,45 @@ def bounds(vocab_size, world_size, uneven):
     return [min(rank * width, vocab_size) for rank in range(world_size + 1)]
 
 
-def _check_layout(rank, world_size, vocab_size, uneven, max_candidates):
-    support_filter.MAX_CANDIDATES = max_candidates
+@contextlib.contextmanager
+def search_limits(max_candidates, nucleus_candidates, num_listed):
+    """Other limits in this rank for a while: the pool's processes serve other tests too."""
+    before = support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES, bracket.NUM_LISTED
+    support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES = max_candidates, nucleus_candidates
+    bracket.NUM_LISTED = num_listed
+    try:
+        yield
+    finally:
+        support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES, bracket.NUM_LISTED = before
+
+
+REAL_LIMITS, TINY_LIMITS = (1024, 128, 128), (0, 2, 3)
+
+
+def _check_layout(rank, world_size, vocab_size, uneven, limits):
     edges = bounds(vocab_size, world_size, uneven)
     start, stop = edges[rank], edges[rank + 1]
     padding = 0 if uneven else -(-vocab_size // world_size) - (stop - start)
-    for kind in ROW_KINDS:
-        logits = make_logits(kind, 5, vocab_size, seed=11)
-        target_t = torch.arange(5) * 7 % vocab_size
-        for spec in SPECS:
-            check_shard(logits, target_t, spec, start, stop, dist.group.WORLD, padding)
+    with search_limits(*limits):
+        for index, spec in enumerate(SPECS):
+            # Two kinds of rows a spec, each kind with every third spec or so: the full product adds minutes,
+            # not cases.
+            for kind in (ROW_KINDS[index % 7], ROW_KINDS[(index * 3 + 1) % 7]):
+                logits = make_logits(kind, 4, vocab_size, seed=11)
+                target_t = torch.arange(4) * 7 % vocab_size
+                check_shard(logits, target_t, spec, start, stop, dist.group.WORLD, padding)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("uneven", [False, True])
 # 5: TP 4 leaves a shard of padding only; 66: does not divide by 4; fewer candidates than k on small shards
 @pytest.mark.parametrize("vocab_size", [5, 66])
-@pytest.mark.parametrize("max_candidates", [1024, 0])
-def test_every_shard_equals_the_whole(world_size, uneven, vocab_size, max_candidates):
-    run_ranks(_check_layout, world_size, vocab_size, uneven, max_candidates)
+@pytest.mark.parametrize("limits", [REAL_LIMITS, TINY_LIMITS], ids=["candidates", "search"])
+def test_every_shard_equals_the_whole(world_size, uneven, vocab_size, limits):
+    run_ranks(_check_layout, world_size, vocab_size, uneven, limits)
 
 
 def _score_cases(rank, world_size):
-    support_filter.MAX_CANDIDATES = 1024
     group = dist.group.WORLD
 
     def kept_and_logprobs(row, spec):
@@ -102,36 +120,56 @@ def test_b11_the_filter_is_global(world_size):
     )
 
 
-def _count(rank, world_size, spec, entropy):
-    support_filter.MAX_CANDIDATES = 64
-    shard = make_logits("random", 8, 400, seed=rank).requires_grad_()
-    with record_collectives() as forward:
+def _count(rank, world_size, spec, entropy, scale):
+    shard = (make_logits("random", 8, 4000, seed=rank) * scale).requires_grad_()
+    with search_limits(64, 32, 32), record_collectives() as forward:
         result = vocab_parallel_logprob(shard, torch.arange(8), spec, dist.group.WORLD, entropy=entropy)
     with record_collectives() as backward:
         (result.unfiltered_logprob_t.sum() + result.log_mass_t.sum()).backward()
     return [(call.kind, call.group_size, call.num_bytes // 8) for call in forward], backward
 
 
-STATS, SEARCH = ("all_gather", 2, 20), ("all_reduce", 2, 2 * 256 * 4)
+STATS, SUMS = ("all_gather", 2, 6 * 4), ("all_gather", 2, 4 * 8)
+
+
+def listed(count):
+    """The first all-gather, with so many candidates."""
+    return ("all_gather", 2, (7 + count) * 4)
 
 
 @pytest.mark.parametrize(
-    ("spec", "entropy", "expected"),
+    ("spec", "scale", "entropy", "expected"),
     [
-        (SamplingSpec(), True, [STATS]),
-        (SamplingSpec(min_p=0.1), False, [STATS, ("all_reduce", 2, 12)]),
-        (SamplingSpec(top_k=50), False, [("all_gather", 2, (6 + 50) * 4)]),
-        (SamplingSpec(top_k=50, top_p=0.9, min_p=0.1), True, [("all_gather", 2, (6 + 50) * 4)]),
-        (SamplingSpec(top_p=0.9), False, [STATS, *[SEARCH] * 4]),
-        (SamplingSpec(top_k=100), False, [STATS, *[SEARCH] * 4]),
-        (SamplingSpec(top_k=100, top_p=0.9), True, [STATS, *[SEARCH] * 8, ("all_reduce", 2, 4)]),
+        (SamplingSpec(), 1, True, [STATS]),
+        (SamplingSpec(min_p=0.1), 1, False, [STATS, SUMS]),
+        (SamplingSpec(top_k=50), 1, False, [listed(50)]),
+        (SamplingSpec(top_k=50, top_p=0.9, min_p=0.1), 1, True, [listed(50)]),
+        # Peaked rows: 32 candidates hold 90 % of the mass, so nothing is searched.
+        (SamplingSpec(top_p=0.9), 4, False, [listed(32)]),
     ],
 )
-def test_collectives_are_counted(spec, entropy, expected):
-    """Number, kind, group size and bytes a token follow from the spec alone; the backward sends nothing."""
-    for forward, backward in run_ranks(_count, 2, spec, entropy):
+def test_collectives_are_counted(spec, scale, entropy, expected):
+    """Number, kind, group size and bytes a token; the backward sends nothing."""
+    for forward, backward in run_ranks(_count, 2, spec, entropy, scale):
         assert forward == expected
         assert backward == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_searches"),
+    [(SamplingSpec(top_p=0.9), 1), (SamplingSpec(top_k=500), 1), (SamplingSpec(top_k=500, top_p=0.9), 2)],
+)
+def test_a_search_makes_the_same_few_calls_on_every_rank(spec, num_searches):
+    """Rounds of at most four pivot passes, a listing and a cut; all together far below 16 KB a token and
+    rank.
+    """
+    results = run_ranks(_count, 2, spec, False, 0.3)
+    assert results[0] == results[1] and results[0][1] == []
+    first, *calls = results[0][0]
+    assert first == listed(32) and {(kind, size) for kind, size, _ in calls} == {("all_gather", 2)}
+    # A round is at most four pivot passes, a listing and a cut. Later rounds hold fewer rows.
+    assert 3 * num_searches <= len(calls) <= 12 * num_searches
+    assert sum(size for _, _, size in [first, *calls]) < 16 * 1024
 
 
 def _broken(rank, world_size):

@@ -115,8 +115,13 @@ def test_the_same_seed_draws_the_same_responses_and_another_one_others():
 
 def test_a_response_stops_at_the_model_s_last_position():
     long = [Prompt(ids=[4] * 22, group_id=0), Prompt(ids=[4], group_id=1)]
-    rollout, _, _ = run_ranks(_generate, 1, make_config("tp1"), long, 0, 50)[0]
+    rollout, _, _ = run_ranks(_generate, 1, make_config("tp1"), long, 0, 20)[0]
     assert int(rollout.length_s.max()) <= 24
+
+
+def test_more_new_tokens_than_positions_are_refused():
+    with pytest.raises(RankError, match=r"rollout.max_new_tokens=24, and the model has 24 positions"):
+        run_ranks(_generate, 1, make_config("tp1"), PROMPTS, 0, 24)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,11 @@ def test_a_response_stops_at_the_model_s_last_position():
         ([], "no prompts"),
         ([Prompt(ids=[], group_id=4)], "prompt 4 is empty"),
         ([Prompt(ids=[1] * 24, group_id=5)], "prompt 5 has 24 tokens"),
+        (
+            [Prompt(ids=[3, 500], group_id=6)],
+            r"prompt 6 has id 500, outside the model's vocabulary \[0, 21\)",
+        ),
+        ([Prompt(ids=[-1], group_id=7)], "prompt 7 has id -1"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_named(prompts, message):

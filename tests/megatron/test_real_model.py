@@ -94,7 +94,7 @@ def _truncated(rank, world_size, path, batch, parallel_values):
     ("world_size", "parallel"), [(3, {"tp": 3}), (6, {"tp": 3, "pp": 2})], ids=["tp3", "tp3pp2"]
 )
 def test_truncated_logprobs_equal_a_single_process_reference(smollm2_path, reference, world_size, parallel):
-    """The whole scoring path on real logits, on every rank, against transformers and the float64 reference."""
+    """The whole scoring path on real logits, on every rank, against transformers and float64."""
     from rlcore.batch import TrainBatch
     from rlcore.ops.reference import reference_logprob
     from rlcore.sampling import SamplingSpec

@@ -1,17 +1,28 @@
 """The op in one process: the float64 reference over a grid, and the hand-computed cases."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
 
+from rlcore.ops import bracket, passes
 from rlcore.ops import filter as support_filter
-from rlcore.ops import rows
-from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
+from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.reference import reference_logprob
-from rlcore.sampling import SamplingSpec
-from tests.oracle import DIFFERENTIABLE, ROW_KINDS, check_shard, gradients, make_logits, make_weights
+from rlcore.sampling import RowSampling, SamplingSpec
+from tests.oracle import (
+    DIFFERENTIABLE,
+    ROW_KINDS,
+    TOLERANCE,
+    assert_close,
+    assert_same_values,
+    check_shard,
+    gradients,
+    make_logits,
+    make_weights,
+)
 
 # top_k 1: a single id; 4: candidates; 20: more than many rows have finite entries. top_p 1e-6: one id; 0.999:
 # long tails.
@@ -23,11 +34,15 @@ SPECS = [
 ]
 
 
-@pytest.fixture(params=["candidates", "radix"])
+@pytest.fixture(params=["candidates", "search"])
 def search(request, monkeypatch):
-    """Both searches: a limit of 0 sends every top-k to the radix descent."""
-    if request.param == "radix":
+    """Both ways to a support: candidates settle nearly every row here; with two of them nearly every row is
+    searched.
+    """
+    if request.param == "search":
         monkeypatch.setattr(support_filter, "MAX_CANDIDATES", 0)
+        monkeypatch.setattr(support_filter, "NUCLEUS_CANDIDATES", 2)
+        monkeypatch.setattr(bracket, "NUM_LISTED", 3)
     return request.param
 
 
@@ -38,8 +53,80 @@ def search(request, monkeypatch):
 def test_equals_the_reference(kind, vocab_size, search):
     logits = make_logits(kind, 6, vocab_size, seed=vocab_size)
     target_t = torch.arange(6) % vocab_size
-    for spec in SPECS:
+    # Every third spec, another third for each kind: all of them are seen, and the file stays under a minute.
+    for spec in SPECS[ROW_KINDS.index(kind) % 3 :: 3]:
         check_shard(logits, target_t, spec, 0, vocab_size, None, padding=3)
+
+
+@pytest.mark.parametrize("kind", ["random", "flat", "tied", "banned"])
+def test_wide_rows_equal_the_reference(kind):
+    """With the real limits: more values than are listed, nuclei of thousands, tied groups longer than a
+    listing.
+    """
+    logits = make_logits(kind, 4, 5000, seed=1)
+    target_t = torch.tensor([0, 17, 2500, 4999])
+    for spec in (
+        SamplingSpec(top_p=0.9),
+        SamplingSpec(top_k=1500),
+        SamplingSpec(top_k=1500, top_p=0.8, min_p=1e-4),
+        SamplingSpec(top_k=700, top_p=0.97, temperature=0.7),
+        SamplingSpec(top_p=0.6, ties="all"),
+        SamplingSpec(min_p=0.5, top_p=0.99),
+    ):
+        check_shard(logits, target_t, spec, 0, 5000, None)
+
+
+def test_each_row_may_have_its_own_parameters(search):
+    """Mixed requests in one batch give what each row gives alone."""
+    specs = [
+        SamplingSpec(),
+        SamplingSpec(top_k=3),
+        SamplingSpec(temperature=0.6, top_p=0.8),
+        SamplingSpec(min_p=0.2),
+        SamplingSpec(top_k=40, top_p=0.95, min_p=0.01, temperature=1.3),
+        SamplingSpec(top_k=1000),
+        SamplingSpec(top_k=1, top_p=0.5),
+    ]
+    logits = make_logits("tied", len(specs), 60, seed=9)
+    target_t = logits.argsort(dim=1, descending=True)[:, 1]
+    weights = make_weights(len(specs), seed=2)
+    x = logits.clone().requires_grad_()
+    mixed = vocab_parallel_logprob(x, target_t, RowSampling.of(specs), entropy=True)
+    grads = gradients(mixed, x, weights)
+    for row, spec in enumerate(specs):
+        y = logits[row : row + 1].double().clone().requires_grad_()
+        alone = reference_logprob(y, target_t[row : row + 1], spec)
+        one = TokenLogprobs(
+            **{f.name: getattr(mixed, f.name)[row : row + 1] for f in dataclasses.fields(mixed)}
+        )
+        assert_same_values(one, alone, hint=spec)
+        expected = gradients(alone, y, {name: w[row : row + 1] for name, w in weights.items()})
+        for name, grad in expected.items():
+            assert_close(grads[name][row : row + 1].double(), grad, TOLERANCE, (spec, name))
+
+
+def test_per_row_parameters_are_checked():
+    with pytest.raises(ValueError, match="2 rows for logits of 3 rows"):
+        vocab_parallel_logprob(torch.zeros(3, 4), torch.zeros(3).long(), RowSampling.of([SamplingSpec()] * 2))
+    with pytest.raises(ValueError, match="same `ties`"):
+        RowSampling.of([SamplingSpec(), SamplingSpec(ties="all")])
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "banned"])
+def test_the_compiled_backend_equals_the_reference(kind):
+    """One compilation serves every width and number of rows."""
+    for vocab_size, spec in (
+        (130, SamplingSpec(temperature=0.7, top_k=20, top_p=0.9)),
+        (1000, SamplingSpec(top_p=0.9)),
+        (1000, SamplingSpec(top_k=300, top_p=0.9, min_p=0.001, ties="all")),
+    ):
+        logits = make_logits(kind, 5, vocab_size, seed=4)
+        check_shard(logits, torch.arange(5), spec, 0, vocab_size, None, padding=3, backend="compile")
+
+
+def test_an_unknown_backend_names_those_there_are():
+    with pytest.raises(ValueError, match="'auto', 'torch', 'compile'"):
+        vocab_parallel_logprob(torch.zeros(1, 4), torch.zeros(1).long(), SamplingSpec(), backend="cuda")
 
 
 def test_gradcheck_in_float64(search):
@@ -57,7 +144,7 @@ def test_gradcheck_in_float64(search):
 
 
 def test_results_do_not_depend_on_the_chunk_size(search, monkeypatch):
-    logits = make_logits("tied", 7, 50, seed=3)
+    logits = make_logits("tied", 7, 130, seed=3)
     target_t = torch.arange(7)
     spec = SamplingSpec(top_k=9, top_p=0.8)
     weights = make_weights(7, seed=1)
@@ -68,8 +155,8 @@ def test_results_do_not_depend_on_the_chunk_size(search, monkeypatch):
         return [getattr(result, n) for n in DIFFERENTIABLE] + list(gradients(result, x, weights).values())
 
     whole = run()
-    for elements in (1, 100, 150):
-        monkeypatch.setattr(rows, "CHUNK_ELEMENTS", elements)
+    for elements in (1, 150, 220):
+        monkeypatch.setattr(passes, "CHUNK_ELEMENTS", elements)
         for ours, expected in zip(run(), whole, strict=True):
             assert torch.equal(ours, expected)
 

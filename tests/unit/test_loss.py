@@ -71,6 +71,12 @@ def test_an_overflowing_ratio_is_finite():
     assert math.isfinite(value.item()) and torch.isfinite(grad).all()
 
 
+def test_the_log_ratio_survives_a_ratio_that_underflows():
+    """log(exp(-1e4)) is -inf, and a metric built on it is no JSON number."""
+    _, _, terms = loss_and_grad([-1e4, -1.0], [0.0, -2.0], [1.0, 1.0], [1, 1])
+    assert terms.log_ratio_t.tolist() == [-1e4, 1.0] and terms.ratio_t[0] == 0.0
+
+
 def test_b35_a_microbatch_without_tokens_is_a_differentiable_zero():
     value, grad, _ = loss_and_grad([-1.0, -2.0], [-1.0, -math.inf], [1.0, 1.0], [0, 0], denominator=0.0)
     assert value.item() == 0.0 and not grad.any()

@@ -23,19 +23,29 @@ def test_b24_the_mask_keeps_its_dtype_and_its_original(dtype):
 
 
 def test_masks_and_reasons_by_hand():
-    token = torch.tensor([0, 1, 1, 1, 1, 1]).bool()
-    sample = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
-    keep_old = torch.tensor([1, 1, 0, 1, 0, 0]).bool()
-    keep = torch.tensor([1, 1, 1, 0, 0, 1]).bool()
-    assert kl_mask(token, sample).tolist() == [False, True, True, True, True, False]
-    assert retained_mask(token, sample, keep_old).tolist() == [False, True, False, True, False, False]
+    real = torch.tensor([1, 1, 1, 1, 1, 1, 0]).bool()
+    token = torch.tensor([0, 1, 1, 1, 1, 1, 0]).bool()
+    sample = torch.tensor([1, 1, 1, 1, 1, 0, 1]).bool()
+    keep_old = torch.tensor([1, 1, 0, 1, 0, 0, 1]).bool()
+    keep = torch.tensor([1, 1, 1, 0, 0, 1, 1]).bool()
+    assert kl_mask(token, sample).tolist() == [False, True, True, True, True, False, False]
+    assert retained_mask(token, sample, keep_old).tolist() == [False, True, False, True, False, False, False]
     assert retained_mask(token, sample, None).tolist() == kl_mask(token, sample).tolist()
-    assert actor_mask(token, sample, keep_old, keep).tolist() == [False, True, False, False, False, False]
+    assert actor_mask(token, sample, keep_old, keep).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     counts = {
-        name: int(metric.value) for name, metric in why_tokens_left(token, sample, keep_old, keep).items()
+        name: int(metric.value)
+        for name, metric in why_tokens_left(real, token, sample, keep_old, keep).items()
     }
     assert counts == {
-        "tokens/prompt_or_padding": 1,
+        "tokens/prompt": 1,
         "tokens/sample_masked": 1,
         "tokens/dropped_keep_old": 2,
         "tokens/dropped_keep": 1,
@@ -49,7 +59,7 @@ def test_reasons_add_up_for_random_masks():
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         masks = [torch.rand(97, generator=generator) < 0.6 for _ in range(4)]
-        counts = why_tokens_left(*masks)
-        reasons = ["prompt_or_padding", "sample_masked", "dropped_keep_old", "dropped_keep", "trained"]
+        counts = why_tokens_left(torch.ones(97).bool(), *masks)
+        reasons = ["prompt", "sample_masked", "dropped_keep_old", "dropped_keep", "trained"]
         assert sum(int(counts[f"tokens/{name}"].value) for name in reasons) == 97
         assert int(counts["tokens/trained"].value) == int(actor_mask(*masks).sum())

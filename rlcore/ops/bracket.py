@@ -1,0 +1,283 @@
+"""Support search for rows that the candidate list does not settle: a large top-k, or a nucleus with a long
+tail.
+
+The threshold is the value at which the count (top-k) or mass (top-p) of the entries from it upwards reaches a
+goal. A bracket around it is narrowed by passes that sum above a few pivots at once, placed by interpolation;
+then the values inside are listed, so the search ends on a value that occurs in the row. Which rows are still
+open, and so how many passes run, is read from sums that are the same on every rank of the group: all ranks
+make the same calls.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from rlcore.collectives import Group, all_gather
+from rlcore.ops.candidates import top_values
+from rlcore.ops.passes import Passes
+from rlcore.ops.rows import Cut, RowParams, RowStats, Support
+
+# Values listed per shard and round once the bracket is narrow.
+NUM_LISTED = 128
+# Pivot passes before values are listed: each narrows a smooth bracket 4 to 16 times.
+PASSES_PER_ROUND = 4
+# Width in nats of a bracket that has no lower end yet: exp(-32) is nothing beside the row's largest entry.
+OPEN_WIDTH = 32.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRows:
+    """The rows of a search and everything needed to run a pass over them."""
+
+    passes: Passes
+    logits_tv: torch.Tensor
+    row_u: torch.Tensor
+    """Their indices in `logits_tv`."""
+    stats: RowStats
+    params: RowParams
+    tp_group: Group
+    entropy: bool
+
+    def subset(self, index_a: torch.Tensor) -> OpenRows:
+        """Some of these rows."""
+        return replace(
+            self, row_u=self.row_u[index_a], stats=self.stats.rows(index_a), params=self.params.rows(index_a)
+        )
+
+    def picks(self) -> torch.Tensor | None:
+        """What the passes take: None when these are all rows, so that none is picked by index."""
+        return None if self.row_u.shape[0] == self.logits_tv.shape[0] else self.row_u
+
+    def cut_at(self, threshold_u: torch.Tensor) -> Cut:
+        """Sums of the whole rows around a threshold: one pass, one all-gather of 4 float64 a row."""
+        sums_u4 = self.passes.sums_above(
+            self.logits_tv,
+            self.picks(),
+            self.params.temperature_t,
+            self.stats.max_t,
+            threshold_u,
+            self.entropy,
+        )
+        # Gathered and added in rank order, so that every rank holds the same bits.
+        sums_u4 = all_gather(sums_u4, self.tp_group).sum(dim=0)
+        return Cut(
+            threshold_t=threshold_u,
+            mass_above_t=sums_u4[:, 0],
+            num_above_t=sums_u4[:, 1].long(),
+            num_tied_t=sums_u4[:, 2].long(),
+            weighted_above_t=sums_u4[:, 3],
+        )
+
+    def pivot_sums(self, pivot_up: torch.Tensor) -> torch.Tensor:
+        """`[u, P, 2]` float64 mass and count of the entries >= each pivot: one pass, one all-gather."""
+        sums_up2 = self.passes.pivot_sums(
+            self.logits_tv, self.picks(), self.params.temperature_t, self.stats.max_t, pivot_up
+        )
+        return all_gather(sums_up2, self.tp_group).sum(dim=0)
+
+    def values_below(self, high_u: torch.Tensor) -> torch.Tensor:
+        """`[u, NUM_LISTED]`: the row's largest values below `high_u`, descending, as a multiset."""
+        temperature_u, rows = self.params.temperature_t, self.picks()
+        maxima_ub = self.passes.block_maxima(self.logits_tv, rows, temperature_u, high_u)
+        local_uc = top_values(self.passes, self.logits_tv, rows, temperature_u, high_u, NUM_LISTED, maxima_ub)
+        gathered_ruc = all_gather(local_uc, self.tp_group)
+        return gathered_ruc.transpose(0, 1).flatten(1).topk(NUM_LISTED, dim=1).values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bracket:
+    """`low_u < threshold < high_u`, both exclusive, with the mass and count of the entries on and above each
+    end.
+    """
+
+    low_u: torch.Tensor
+    """Everything above it reaches the goal, or is all there is."""
+    high_u: torch.Tensor
+    """From it upwards the goal is not reached."""
+    low_u2: torch.Tensor
+    """`[u, 2]` float64: mass and count of entries > low."""
+    high_u2: torch.Tensor
+    """`[u, 2]` float64: mass and count of entries >= high."""
+
+    def rows(self, index_a: torch.Tensor) -> Bracket:
+        """Some of the rows."""
+        return Bracket(**{f.name: getattr(self, f.name)[index_a] for f in fields(self)})
+
+
+def support_from_search(rows: OpenRows, high_u: torch.Tensor, high_u2: torch.Tensor) -> Support:
+    """The support of each open row.
+
+    `high_u`: a value to start below, with the mass and count `[u, 2]` of the entries from it upwards.
+    """
+    stats, params = rows.stats, rows.params
+    cut = _everything(rows)
+    num_group_u = torch.zeros_like(cut.num_tied_t)
+    low_u2 = torch.stack([cut.mass_above_t, cut.num_above_t.double()], dim=1)
+    bracket = Bracket(low_u=cut.threshold_t, high_u=high_u, low_u2=low_u2, high_u2=high_u2)
+    if params.max_top_k > 0:
+        cut = _locate_some(rows, params.top_k_t < cut.num_above_t, bracket, params.top_k_t.double(), 1, cut)
+        num_group_u = torch.minimum((params.top_k_t - cut.num_above_t).clamp(min=0), cut.num_tied_t)
+        num_group_u = num_group_u if params.shares_ties else cut.num_tied_t
+    if params.any_top_p:
+        group_u = num_group_u * (cut.threshold_t - stats.max_t).double().exp()
+        total_u = cut.mass_above_t + torch.where(num_group_u > 0, group_u, 0.0)
+        goal_u = params.top_p_cut_t * total_u
+        low_u2 = torch.stack([total_u, (cut.num_above_t + num_group_u).double()], dim=1)
+        # What lies below x weighs less than V exp(x): this far down the tail cannot hold what top-p drops.
+        tail_u = ((total_u - goal_u).clamp(min=1e-30) / stats.num_finite_t.clamp(min=1)).log()
+        bound_u = stats.max_t + tail_u.to(stats.max_t.dtype)
+        bracket = replace(bracket, low_u=torch.maximum(cut.threshold_t, bound_u), low_u2=low_u2)
+        ends_above_u = cut.mass_above_t >= goal_u
+        inner = _locate_some(rows, ends_above_u, bracket, goal_u, 0, cut)
+        # Not above: the nucleus ends inside top-k's own last group, of which top-k left this much.
+        available_u = torch.where(ends_above_u, inner.num_tied_t, num_group_u)
+        num_group_u = torch.minimum(inner.group_for_mass(goal_u, stats.max_t), available_u)
+        cut = inner
+    return Support.of_cut(cut, num_group_u, stats, params.shares_ties, rows.entropy)
+
+
+def _everything(rows: OpenRows) -> Cut:
+    """The cut just below everything that min-p keeps: one pass, and none when min-p is off."""
+    stats, params = rows.stats, rows.params
+    weighted_t = (stats.log_sum_t - stats.entropy_t).double() * stats.sum_t
+    whole = Cut(
+        threshold_t=torch.full_like(stats.max_t, -math.inf),
+        mass_above_t=stats.sum_t,
+        num_above_t=stats.num_finite_t,
+        num_tied_t=torch.zeros_like(stats.num_finite_t),
+        weighted_above_t=weighted_t,
+    )
+    if not params.any_min_p:
+        return whole
+    floored = replace(
+        rows.cut_at(_just_below(stats.max_t + params.min_p_cut_t)),
+        num_tied_t=torch.zeros_like(stats.num_finite_t),
+    )
+    return _where(torch.isneginf(params.min_p_cut_t), whole, floored)
+
+
+def _locate_some(
+    rows: OpenRows, open_u: torch.Tensor, bracket: Bracket, goal_u: torch.Tensor, column: int, settled: Cut
+) -> Cut:
+    """`settled`, with the rows of `open_u` replaced by the cut at the largest value whose entries reach the
+    goal.
+
+    `column`: 0, the goal is a mass; 1, a count. Rows that never reach it end on their lowest eligible value.
+    """
+    active_a = open_u.nonzero()[:, 0]
+    bracket, goal_a = bracket.rows(active_a), goal_u[active_a]
+    # The end that the caller knows may reach this goal already: then the search starts above the row's
+    # largest value.
+    too_low_a = bracket.high_u2[:, column] >= goal_a
+    top_a = rows.stats.max_t[active_a]
+    bracket = replace(
+        bracket,
+        high_u=torch.where(
+            too_low_a, torch.nextafter(top_a, torch.full_like(top_a, math.inf)), bracket.high_u
+        ),
+        high_u2=torch.where(too_low_a[:, None], 0.0, bracket.high_u2),
+    )
+    while active_a.numel():
+        open_rows = rows.subset(active_a)
+        bracket = _narrow(open_rows, bracket, goal_a, column)
+        cut, done_a = _list_and_cut(open_rows, bracket, goal_a, column)
+        settled = _write(settled, active_a, cut)
+        still_a = (~done_a).nonzero()[:, 0]
+        tied_a = cut.num_tied_t.double()
+        mass_a = cut.mass_above_t + tied_a * (cut.threshold_t - open_rows.stats.max_t).double().exp()
+        high_a2 = torch.stack([mass_a, cut.num_above_t.double() + tied_a], dim=1)
+        bracket = replace(bracket, high_u=cut.threshold_t, high_u2=high_a2).rows(still_a)
+        active_a, goal_a = active_a[still_a], goal_a[still_a]
+    return settled
+
+
+def _narrow(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> Bracket:
+    """The bracket after a few passes, or fewer when it holds no more values than one listing takes."""
+    for index in range(PASSES_PER_ROUND):
+        if bool((bracket.low_u2[:, 1] - bracket.high_u2[:, 1] <= NUM_LISTED).all()):
+            break
+        pivot_up = _place_pivots(bracket, goal_u, column, interpolate=index % 2 == 1)
+        sums_up2 = rows.pivot_sums(pivot_up)
+        for pivot_u, sums_u2 in zip(pivot_up.unbind(1), sums_up2.unbind(1), strict=True):
+            reached_u = sums_u2[:, column] >= goal_u
+            below_u = _just_below(pivot_u)
+            raises_u = reached_u & (below_u > bracket.low_u)
+            lowers_u = ~reached_u & (pivot_u < bracket.high_u)
+            bracket = Bracket(
+                low_u=torch.where(raises_u, below_u, bracket.low_u),
+                high_u=torch.where(lowers_u, pivot_u, bracket.high_u),
+                low_u2=torch.where(raises_u[:, None], sums_u2, bracket.low_u2),
+                high_u2=torch.where(lowers_u[:, None], sums_u2, bracket.high_u2),
+            )
+    return bracket
+
+
+def _place_pivots(bracket: Bracket, goal_u: torch.Tensor, column: int, interpolate: bool) -> torch.Tensor:
+    """`[u, 3]` inside the bracket: its quarters, or around the point where a straight line meets the goal."""
+    low_u = torch.where(torch.isneginf(bracket.low_u), bracket.high_u - OPEN_WIDTH, bracket.low_u)
+    width_u = bracket.high_u - low_u
+    if interpolate:
+        missing_u = goal_u - bracket.high_u2[:, column]
+        part_u = missing_u / (bracket.low_u2[:, column] - bracket.high_u2[:, column])
+        part_u = torch.nan_to_num(part_u, nan=0.5).clamp(0.0, 1.0).to(width_u.dtype)
+        parts_up = part_u[:, None] + torch.tensor(
+            [-1 / 16, 0.0, 1 / 16], dtype=width_u.dtype, device=width_u.device
+        )
+    else:
+        quarters = torch.tensor([0.25, 0.5, 0.75], dtype=width_u.dtype, device=width_u.device)
+        parts_up = quarters.expand(width_u.shape[0], 3)
+    pivot_up = bracket.high_u[:, None] - parts_up * width_u[:, None]
+    highest_u, lowest_u = _just_below(bracket.high_u), torch.nextafter(low_u, bracket.high_u)
+    return torch.minimum(torch.maximum(pivot_up, lowest_u[:, None]), highest_u[:, None])
+
+
+def _list_and_cut(
+    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int
+) -> tuple[Cut, torch.Tensor]:
+    """The cut at the value where the listed entries reach the goal, or at the last one listed; and is it
+    final?
+    """
+    value_uc = rows.values_below(bracket.high_u)
+    eligible_uc = value_uc > bracket.low_u[:, None]
+    weight_uc = (
+        (value_uc - rows.stats.max_t[:, None]).double().exp() if column == 0 else torch.ones_like(value_uc)
+    )
+    sum_uc = bracket.high_u2[:, column, None] + torch.where(eligible_uc, weight_uc.double(), 0.0).cumsum(
+        dim=1
+    )
+    reached_uc = (sum_uc >= goal_u[:, None]) & eligible_uc
+    num_eligible_u = eligible_uc.sum(dim=1)
+    reached_u = reached_uc.any(dim=1)
+    first_u = reached_uc.to(torch.int8).argmax(dim=1)
+    index_u = torch.where(reached_u, first_u, (num_eligible_u - 1).clamp(min=0))
+    # Nothing eligible below the upper end: rounding alone kept the goal from being reached above it.
+    threshold_u = torch.where(
+        num_eligible_u > 0, value_uc.gather(1, index_u[:, None])[:, 0], _just_below(bracket.high_u)
+    )
+    cut = rows.cut_at(threshold_u)
+    group_u = cut.num_tied_t.double()
+    if column == 0:
+        sum_u = cut.mass_above_t + group_u * (threshold_u - rows.stats.max_t).double().exp()
+    else:
+        sum_u = cut.num_above_t.double() + group_u
+    return cut, reached_u | (num_eligible_u < NUM_LISTED) | (sum_u >= goal_u)
+
+
+def _just_below(value_u: torch.Tensor) -> torch.Tensor:
+    """The next float down: `z > just below v` is `z >= v`."""
+    return torch.nextafter(value_u, torch.full_like(value_u, -math.inf))
+
+
+def _where(condition_u: torch.Tensor, yes: Cut, no: Cut) -> Cut:
+    return Cut(
+        **{f.name: torch.where(condition_u, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Cut)}
+    )
+
+
+def _write(cut: Cut, index_a: torch.Tensor, part: Cut) -> Cut:
+    return Cut(
+        **{f.name: getattr(cut, f.name).index_copy(0, index_a, getattr(part, f.name)) for f in fields(Cut)}
+    )
