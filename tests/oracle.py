@@ -81,15 +81,13 @@ def check_shard(
     logits: torch.Tensor,
     target_t: torch.Tensor,
     spec: SamplingSpec,
-    start: int,
-    stop: int,
+    shard: slice,
     group: Any,
     padding: int = 0,
     backend: str = "auto",
 ) -> None:
-    """The op on columns [start, stop) of the whole, plus padding columns, equals the reference on the
-    whole.
-    """
+    """The op on a shard of the columns, plus padding columns, equals the reference on the whole."""
+    start, width = shard.start, shard.stop - shard.start
     whole = logits.double().clone().requires_grad_()
     reference = reference_logprob(whole, target_t, spec)
     weights = make_weights(len(target_t), seed=7)
@@ -97,9 +95,9 @@ def check_shard(
 
     # Padding columns hold what an untrained pad row would: large values, and NaN to prove that nobody reads
     # them.
-    columns = torch.full((logits.shape[0], stop - start + padding), 1e4)
-    columns[:, stop - start :][:, ::2] = math.nan
-    columns[:, : stop - start] = logits[:, start:stop]
+    columns = torch.full((logits.shape[0], width + padding), 1e4)
+    columns[:, width:][:, ::2] = math.nan
+    columns[:, :width] = logits[:, shard]
     columns.requires_grad_()
     before = columns.detach().clone()
     vocab_size = logits.shape[1]
@@ -112,15 +110,15 @@ def check_shard(
         entropy=True,
         backend=backend,
     )
-    assert_same_values(ours, reference, hint=(spec, start, stop))
+    assert_same_values(ours, reference, hint=(spec, shard))
     assert torch.equal(torch.nan_to_num(columns.detach(), 5.0), torch.nan_to_num(before, 5.0)), (
         "the input was modified"
     )
     for name, grad in gradients(ours, columns, weights).items():
         assert_close(
-            grad[:, : stop - start].double(),
-            expected[name][:, start:stop],
+            grad[:, :width].double(),
+            expected[name][:, shard],
             TOLERANCE,
-            (spec, name, start, stop),
+            (spec, name, shard),
         )
-        assert not grad[:, stop - start :].any(), (spec, name, "padding has a gradient")
+        assert not grad[:, width:].any(), (spec, name, "padding has a gradient")

@@ -110,7 +110,7 @@ def vocab_parallel_logprob(
     if validate:
         _check_targets(target_t, vocab.vocab_size)
     passes = select_passes(backend, logits_tv)
-    outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, spec, tp_group, vocab, entropy)
+    outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, spec, (tp_group, vocab), entropy)
     result = TokenLogprobs(
         logprob_t=outputs[0],
         unfiltered_logprob_t=outputs[1],
@@ -266,14 +266,13 @@ class _TruncatedLogprob(torch.autograd.Function):
         target_t: torch.Tensor,
         passes: Passes,
         spec: SamplingSpec | RowSampling,
-        tp_group: Group,
-        vocab: VocabShard,
+        shard: tuple[Group, VocabShard],
         entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
-        result, saved = score_rows(passes, logits_tv, target_t, spec, tp_group, vocab, entropy)
+        result, saved = score_rows(passes, logits_tv, target_t, spec, *shard, entropy)
         ctx.save_for_backward(logits_tv)
         # O(t) tensors that no caller can see, so they need no version check.
-        ctx.saved, ctx.passes, ctx.vocab, ctx.entropy = saved, passes, vocab, entropy
+        ctx.saved, ctx.passes, ctx.vocab, ctx.entropy = saved, passes, shard[1], entropy
         ctx.mark_non_differentiable(result.keep_t, result.num_kept_t)
         ctx.set_materialize_grads(False)
         none = result.logprob_t.new_empty(0)
@@ -292,7 +291,7 @@ class _TruncatedLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (logits_tv,) = ctx.saved_tensors
         grad_tv = rows_gradient(ctx.passes, logits_tv, ctx.vocab, ctx.saved, grads[:5], ctx.entropy)
-        return grad_tv, None, None, None, None, None, None
+        return grad_tv, None, None, None, None, None
 
 
 def real_columns(logits_tv: torch.Tensor, vocab: VocabShard) -> torch.Tensor:

@@ -60,7 +60,7 @@ def _check_layout(rank, world_size, vocab_size, uneven, limits):
             for kind in (ROW_KINDS[index % 7], ROW_KINDS[(index * 3 + 1) % 7]):
                 logits = make_logits(kind, 4, vocab_size, seed=11)
                 target_t = torch.arange(4) * 7 % vocab_size
-                check_shard(logits, target_t, spec, start, stop, dist.group.WORLD, padding)
+                check_shard(logits, target_t, spec, slice(start, stop), dist.group.WORLD, padding)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

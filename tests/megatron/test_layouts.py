@@ -1,206 +1,29 @@
 """The same batch in every layout: loss, gradient of every parameter and metrics agree, and equal an unsharded
 reference.
-
-Truncation is on, tokens are dropped on both sides, samples are masked, lengths are uneven, one rank's share
-is empty.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
 
-from rlcore.batch import ScoredTokens, StepResult, TrainBatch
-from rlcore.config import RunConfig, load_run_config
+from rlcore.batch import TrainBatch
+from rlcore.config import RunConfig
 from rlcore.ops.reference import reference_logprob
-from tests.rank_pool import RankError, run_ranks
+from tests.megatron.layout_cases import (
+    LAYOUTS,
+    NUM_SEQUENCES,
+    TOLERANCE,
+    assert_same,
+    assert_same_metrics,
+    make_config,
+    train_on_rank,
+)
+from tests.rank_pool import run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
-
-# V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
-MODEL = {
-    "vocab_size": 21,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 48,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "qkv_bias": True,
-}
-NUM_SEQUENCES, LENGTH = 8, 12
-
-# name -> (world size, tp, pp, sequence parallel, distributed optimizer)
-LAYOUTS = {
-    "tp1": (1, 1, 1, False, False),
-    "tp2": (2, 2, 1, False, False),
-    "tp2+sp": (2, 2, 1, True, False),
-    "pp2": (2, 1, 2, False, False),
-    "dp2": (2, 1, 1, False, False),
-    "dp2+distopt": (2, 1, 1, False, True),
-    "tp2pp2": (4, 2, 2, False, False),
-    "tp2pp2+sp": (4, 2, 2, True, False),
-    "pp2dp2": (4, 1, 2, False, False),
-}
-
-
-def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig:
-    world_size, tp, pp, sp, distopt = LAYOUTS[layout]
-    dp = world_size // (tp * pp)
-    return load_run_config(
-        {
-            "model": MODEL,
-            "parallel": {
-                "tp": tp,
-                "pp": pp,
-                "sequence_parallel": sp,
-                "distributed_optimizer": distopt,
-                "backend": "cpu",
-            },
-            "sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
-            "loss": {"ratio_clip_max": 0.28, "entropy_metric": True, **loss},
-            "rollout": {"prompts_per_step": 2, "samples_per_prompt": NUM_SEQUENCES // 2},
-            # No clipping: gradients are read back from Megatron's buffers after the step.
-            "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
-            "train": {"microbatch_size": NUM_SEQUENCES // dp // num_microbatches, "steps": 3},
-        }
-    )
-
-
-def make_batch() -> TrainBatch:
-    """The whole batch, without old logprobs. The last two samples are masked: DP rank 1's last microbatch is
-    empty.
-    """
-    generator = torch.Generator().manual_seed(5)
-    ids_sl = torch.randint(0, MODEL["vocab_size"], (NUM_SEQUENCES, LENGTH), generator=generator)
-    length_s = torch.tensor([12, 5, 9, 12, 3, 7, 12, 8])
-    prompt_s = torch.tensor([3, 2, 4, 6, 2, 1, 5, 2])
-    position_l = torch.arange(LENGTH)
-    token_mask_sl = (position_l >= prompt_s[:, None]) & (position_l < length_s[:, None])
-    advantage_s = torch.randn(NUM_SEQUENCES, 1, generator=generator).abs() + 0.1
-    advantage_s[1::2] *= -1
-    return TrainBatch(
-        ids_sl=ids_sl,
-        length_s=length_s,
-        token_mask_sl=token_mask_sl,
-        sample_mask_s=torch.tensor([True] * 6 + [False] * 2),
-        advantage_sl=torch.where(token_mask_sl, advantage_s, 0.0),
-        sampler_logprob_sl=torch.zeros(NUM_SEQUENCES, LENGTH),
-    )
-
-
-def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
-    """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old =
-    -inf).
-    """
-    generator = torch.Generator().manual_seed(6)
-    noise_sl = torch.randn(scores.logprob_sl.shape, generator=generator) * 0.6
-    dropped_sl = torch.rand(scores.logprob_sl.shape, generator=generator) < 0.1
-    # Tokens that only the current pass drops get a finite old logprob: both kinds of drop are in the batch.
-    old_sl = torch.where(scores.keep_sl, scores.logprob_sl + noise_sl, -3.0)
-    odd_sl = torch.arange(LENGTH) % 2 == 1
-    keep_old_sl = ~dropped_sl & (scores.keep_sl | odd_sl)
-    return dataclasses.replace(
-        batch,
-        old_logprob_sl=torch.where(keep_old_sl, old_sl, -math.inf),
-        keep_old_sl=keep_old_sl,
-        old_log_mass_sl=scores.log_mass_sl,
-        reference_logprob_sl=torch.where(
-            batch.token_mask_sl, scores.logprob_sl.clamp(min=-4) + noise_sl, 0.0
-        ),
-    )
-
-
-def share(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
-    """This data-parallel rank's rows."""
-    rows = slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size)
-    return TrainBatch(
-        **{
-            f.name: v if v is None else v[rows]
-            for f in dataclasses.fields(batch)
-            for v in [getattr(batch, f.name)]
-        }
-    )
-
-
-def _score(rank, world_size, config, batch):
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        return worker.logprobs(share(batch, worker.groups.dp_rank, worker.groups.dp_size))
-    finally:
-        worker.close()
-
-
-def _train(rank, world_size, config, batch):
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        result = worker.train_step(share(batch, worker.groups.dp_rank, worker.groups.dp_size))
-        gradients = _gradients(worker)
-        return result, gradients, _weights(worker)
-    finally:
-        worker.close()
-
-
-def _weights(worker):
-    from megatron_worker.hf_bridge import export_hf_tensors
-
-    return {
-        name: tensor.clone() for name, tensor in export_hf_tensors(worker.model, worker.arch, worker.groups)
-    }
-
-
-def _gradients(worker):
-    """Gradients by HF name, whole: the bridge reads parameters, so each holds its gradient for a moment."""
-    parameters = list(worker.model.parameters())
-    values = [parameter.data.clone() for parameter in parameters]
-    for parameter in parameters:
-        parameter.data.copy_(parameter.main_grad)
-    gradients = _weights(worker)
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.data.copy_(value)
-    return gradients
-
-
-@pytest.fixture(scope="module")
-def batch():
-    plain = make_batch()
-    (scores,) = run_ranks(_score, 1, make_config("tp1", 1), plain)
-    return perturbed(plain, scores)
-
-
-@pytest.fixture(scope="module")
-def baseline(batch):
-    ((result, gradients, weights),) = run_ranks(_train, 1, make_config("tp1", 1, kl_coef=0.1), batch)
-    return result, gradients, weights
-
-
-TOLERANCE = 1e-5
-RELATIVE_TOLERANCE = 1e-3
-
-
-def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], hint: object) -> None:
-    assert sorted(ours) == sorted(expected)
-    for name, value in expected.items():
-        largest = float(value.abs().max())
-        difference = float((ours[name] - value).abs().max())
-        assert difference <= TOLERANCE * max(1.0, largest), (hint, name)
-        # Attention's gradients are near 1e-4 here: held to their own size too, or an error of a tenth would
-        # pass.
-        assert difference <= RELATIVE_TOLERANCE * largest + 1e-9, (hint, name, difference, largest)
-
-
-def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) -> None:
-    assert ours.stepped and sorted(ours.metrics) == sorted(expected.metrics)
-    for name, value in expected.metrics.items():
-        assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (hint, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -210,7 +33,7 @@ def test_loss_gradients_and_metrics_do_not_depend_on_the_layout(layout, num_micr
     config = make_config(layout, num_microbatches, kl_coef=0.1)
     expected, gradients, _ = baseline
     hint = (layout, num_microbatches)
-    for result, ours, _ in run_ranks(_train, LAYOUTS[layout][0], config, batch):
+    for result, ours, _ in run_ranks(train_on_rank, LAYOUTS[layout][0], config, batch):
         assert_same_metrics(result, expected, hint)
         if layout != "dp2+distopt":
             # The distributed optimizer reduces each rank's own slice only; its weights are compared below.
@@ -223,7 +46,9 @@ def test_the_step_moves_the_same_weights(layout, batch, baseline):
     compared.
     """
     _, gradients, expected = baseline
-    for _, _, weights in run_ranks(_train, LAYOUTS[layout][0], make_config(layout, 2, kl_coef=0.1), batch):
+    for _, _, weights in run_ranks(
+        train_on_rank, LAYOUTS[layout][0], make_config(layout, 2, kl_coef=0.1), batch
+    ):
         for name, value in expected.items():
             clear = gradients[name].abs() > 1e-5
             assert torch.allclose(weights[name][clear], value[clear], atol=1e-5), (layout, name)
@@ -242,7 +67,7 @@ def test_the_batch_holds_every_kind_of_token(baseline):
 def test_loss_and_gradients_equal_an_unsharded_float64_reference(actor_denominator, batch, tmp_path):
     """Hugging Face's model in float64, the reference op, and the loss written out on whole sequences."""
     config = make_config("tp2pp2", 2, kl_coef=0.1, actor_denominator=actor_denominator)
-    result, gradients, _ = run_ranks(_train, 4, config, batch)[0]
+    result, gradients, _ = run_ranks(train_on_rank, 4, config, batch)[0]
     loss, expected, retained = _reference_step(
         config, batch, run_ranks(_save, 1, config, str(tmp_path / "policy"))[0]
     )
@@ -299,205 +124,3 @@ def _reference_step(
     loss.backward()
     gradients = {name: p.grad.float() for name, p in model.named_parameters()}
     return loss.item(), gradients, num_retained
-
-
-def test_an_unchanged_policy_has_ratio_one(batch):
-    """Old logprobs of the same weights under top-k + top-p: ratio 1, and the loss is that of the advantages
-    alone.
-    """
-    config = make_config("tp2pp2", 2)
-    plain = make_batch()
-    scores = run_ranks(_score, 4, config, plain)[0]
-    unchanged = dataclasses.replace(plain, old_logprob_sl=scores.logprob_sl, keep_old_sl=scores.keep_sl)
-    result = run_ranks(_train, 4, config, unchanged)[0][0]
-    for name in ("ratio/mean", "ratio/min", "ratio/max"):
-        assert result.metrics[name] == pytest.approx(1.0, abs=1e-5)
-    counted = plain.token_mask_sl & plain.sample_mask_s[:, None] & scores.keep_sl
-    assert result.metrics["loss/policy"] == pytest.approx(
-        -float(plain.advantage_sl[counted].mean()), abs=1e-5
-    )
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-@pytest.mark.parametrize("actor_denominator", ["retained", "valid"])
-@pytest.mark.parametrize("dropped_by", ["keep_old", "keep"])
-def test_b35_a_step_whose_tokens_were_all_dropped_moves_nothing(layout, actor_denominator, dropped_by, batch):
-    """Known before the step (keep_old), or only by the current pass (targets outside its support)."""
-    config = make_config(layout, 2, actor_denominator=actor_denominator)
-    if dropped_by == "keep_old":
-        dropped = dataclasses.replace(batch, keep_old_sl=torch.zeros_like(batch.keep_old_sl))
-    else:
-        config = dataclasses.replace(
-            config, sampling=dataclasses.replace(config.sampling, top_k=1, top_p=None)
-        )
-        outside_sl = ~run_ranks(_score, LAYOUTS[layout][0], config, batch)[0].keep_sl & batch.token_mask_sl
-        assert outside_sl.any()
-        dropped = dataclasses.replace(
-            batch, token_mask_sl=outside_sl, keep_old_sl=torch.ones_like(outside_sl)
-        )
-    expected = run_ranks(_initial_weights, 1, make_config("tp1", 1))[0]
-    for result, _, weights in run_ranks(_train, LAYOUTS[layout][0], config, dropped):
-        assert not result.stepped and result.reason
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def _several_steps(rank, world_size, config, batch, num_steps):
-    """Learning rates, gradients of the last step, and the reference's scores before and after."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        mine = share(batch, worker.groups.dp_rank, worker.groups.dp_size)
-        before = worker.reference_logprobs(mine)
-        rates = [worker.train_step(mine).metrics["optimizer/lr"] for _ in range(num_steps)]
-        return rates, _gradients(worker), before, worker.reference_logprobs(mine), worker.logprobs(mine)
-    finally:
-        worker.close()
-
-
-def test_gradients_start_from_zero_at_every_step(batch, baseline):
-    """With a learning rate of 0 the third step repeats the first; leftovers would triple it."""
-    config = make_config("tp2pp2", 2, kl_coef=0.1)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=0.0))
-    _, gradients, _, _, _ = run_ranks(_several_steps, 4, config, batch, 3)[0]
-    assert_same(gradients, baseline[1], "third step")
-
-
-def test_the_reference_stays_at_the_initial_weights_and_is_never_truncated(batch):
-    config = make_config("tp2pp2", 2, kl_coef=0.1)
-    plain = dataclasses.replace(config.sampling, top_k=None, top_p=None)
-    initial = run_ranks(_score, 4, dataclasses.replace(config, sampling=plain), batch)[0].logprob_sl
-    mask_sl = batch.token_mask_sl
-    for _, _, before, after, policy in run_ranks(_several_steps, 4, config, batch, 3):
-        assert torch.allclose(before[mask_sl], initial[mask_sl], atol=1e-5)
-        assert torch.equal(before, after)
-        kept_sl = mask_sl & policy.keep_sl
-        unfiltered_sl = policy.logprob_sl + policy.log_mass_sl
-        assert float((unfiltered_sl - before)[kept_sl].abs().max()) > 1e-3, "the policy itself has moved"
-
-
-def test_the_learning_rate_follows_the_schedule(batch):
-    config = make_config("tp1", 1, kl_coef=0.1)
-    optimizer = dataclasses.replace(
-        config.optimizer, lr=1e-3, min_lr=1e-4, warmup_steps=2, decay_style="linear"
-    )
-    config = dataclasses.replace(
-        config, optimizer=optimizer, train=dataclasses.replace(config.train, steps=5)
-    )
-    rates = run_ranks(_several_steps, 1, config, batch, 5)[0][0]
-    # Two steps of warm-up from 0, then three of linear decay towards min_lr, which the step after the last
-    # reaches.
-    assert rates == pytest.approx([0.0, 5e-4, 1e-3, 7e-4, 4e-4])
-
-
-def _break_gradient(rank, world_size, config, batch):
-    """A gradient turns NaN on the first stage of the last replica although every loss is finite."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        groups = worker.groups
-        if groups.pp_rank == 0 and groups.tp_rank == 0 and groups.dp_rank == groups.dp_size - 1:
-            parameter = list(worker.model.parameters())[1]
-            parameter.register_hook(lambda grad: grad * math.nan)
-        before = [p.detach().clone() for p in worker.model.parameters()]
-        with pytest.raises(ValueError, match="NaN or inf in a gradient"):
-            worker.train_step(share(batch, groups.dp_rank, groups.dp_size))
-        return all(torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True))
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("layout", ["tp1", "pp2dp2"])
-def test_a_broken_gradient_under_a_finite_loss_is_refused_on_all_ranks(layout, batch):
-    assert all(run_ranks(_break_gradient, LAYOUTS[layout][0], make_config(layout, 2), batch, timeout_s=60))
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
-    """An id outside the vocabulary (which a sharded embedding would read as zeros), and too long a batch."""
-    ids_sl = batch.ids_sl.clone()
-    ids_sl[1, 2] = MODEL["vocab_size"]
-    wide_sl = torch.zeros(NUM_SEQUENCES, 40).long()
-    too_long = TrainBatch(
-        ids_sl=wide_sl,
-        length_s=batch.length_s,
-        token_mask_sl=wide_sl.bool(),
-        sample_mask_s=batch.sample_mask_s,
-        advantage_sl=wide_sl.float(),
-        sampler_logprob_sl=wide_sl.float(),
-    )
-    for broken, message in (
-        (dataclasses.replace(batch, ids_sl=ids_sl), "id 21 of sample 1"),
-        (too_long, "40 tokens"),
-    ):
-        with pytest.raises(RankError, match=message) as caught:
-            run_ranks(_score, LAYOUTS[layout][0], make_config(layout, 2), broken, timeout_s=60)
-        assert len(caught.value.errors) == LAYOUTS[layout][0]
-
-
-def test_the_retained_denominator_needs_keep_old(batch):
-    with pytest.raises(RankError, match="actor_denominator=retained counts keep_old"):
-        run_ranks(_train, 1, make_config("tp1", 1), dataclasses.replace(batch, keep_old_sl=None))
-
-
-@pytest.mark.parametrize("layout", ["tp1", "pp2", "dp2"])
-def test_b35_a_step_without_tokens_moves_nothing(layout, batch):
-    """Momentum and weight decay would move weights although nothing was trained."""
-    empty = dataclasses.replace(batch, sample_mask_s=torch.zeros(NUM_SEQUENCES).bool())
-    config = make_config(layout, 2, kl_coef=0.1)
-    expected = run_ranks(_initial_weights, 1, make_config("tp1", 1))[0]
-    for result, _, weights in run_ranks(_train, LAYOUTS[layout][0], config, empty):
-        assert not result.stepped and "no token" in result.reason
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def _initial_weights(rank, world_size, config):
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        return _weights(worker)
-    finally:
-        worker.close()
-
-
-def _train_broken(rank, world_size, config, batch, where):
-    """One step on a batch or a model that holds a NaN; returns the error and whether the weights moved."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        mine = share(batch, worker.groups.dp_rank, worker.groups.dp_size)
-        if where == "advantage" and worker.groups.dp_rank == worker.groups.dp_size - 1:
-            advantage_sl = mine.advantage_sl.clone()
-            advantage_sl[1] = math.nan
-            mine = dataclasses.replace(mine, advantage_sl=advantage_sl)
-        elif where == "weights" and worker.groups.is_last_stage and worker.groups.tp_rank == 0:
-            next(worker.model.parameters()).data.view(-1)[3] = math.nan
-        before = [p.detach().clone() for p in worker.model.parameters()]
-        errors = []
-        for call in (worker.train_step, worker.logprobs) if where == "weights" else (worker.train_step,):
-            try:
-                call(mine)
-            except ValueError as error:
-                errors.append(str(error))
-        same = all(
-            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-            for a, b in zip(before, worker.model.parameters(), strict=True)
-        )
-        return errors, same
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2"])
-@pytest.mark.parametrize("where", ["advantage", "weights"])
-def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
-    """Only the last stage of one replica sees it; every rank raises, none hangs, no weight moves."""
-    for errors, same in run_ranks(
-        _train_broken, LAYOUTS[layout][0], make_config(layout, 2), batch, where, timeout_s=60
-    ):
-        assert len(errors) == (2 if where == "weights" else 1)
-        assert all("NaN or inf" in error and "sample" in error for error in errors), errors
-        assert same

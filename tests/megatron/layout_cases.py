@@ -1,0 +1,186 @@
+"""The same batch in every layout: loss, gradient of every parameter and metrics agree, and equal an unsharded
+reference.
+
+Truncation is on, tokens are dropped on both sides, samples are masked, lengths are uneven, one rank's share
+is empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from rlcore.batch import ScoredTokens, StepResult, TrainBatch
+from rlcore.config import RunConfig, load_run_config
+
+# V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
+MODEL = {
+    "vocab_size": 21,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+}
+NUM_SEQUENCES, LENGTH = 8, 12
+
+# name -> (world size, tp, pp, sequence parallel, distributed optimizer)
+LAYOUTS = {
+    "tp1": (1, 1, 1, False, False),
+    "tp2": (2, 2, 1, False, False),
+    "tp2+sp": (2, 2, 1, True, False),
+    "pp2": (2, 1, 2, False, False),
+    "dp2": (2, 1, 1, False, False),
+    "dp2+distopt": (2, 1, 1, False, True),
+    "tp2pp2": (4, 2, 2, False, False),
+    "tp2pp2+sp": (4, 2, 2, True, False),
+    "pp2dp2": (4, 1, 2, False, False),
+}
+
+
+def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig:
+    world_size, tp, pp, sp, distopt = LAYOUTS[layout]
+    dp = world_size // (tp * pp)
+    return load_run_config(
+        {
+            "model": MODEL,
+            "parallel": {
+                "tp": tp,
+                "pp": pp,
+                "sequence_parallel": sp,
+                "distributed_optimizer": distopt,
+                "backend": "cpu",
+            },
+            "sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
+            "loss": {"ratio_clip_max": 0.28, "entropy_metric": True, **loss},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": NUM_SEQUENCES // 2},
+            # No clipping: gradients are read back from Megatron's buffers after the step.
+            "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+            "train": {"microbatch_size": NUM_SEQUENCES // dp // num_microbatches, "steps": 3},
+        }
+    )
+
+
+def make_batch() -> TrainBatch:
+    """The whole batch, without old logprobs. The last two samples are masked: DP rank 1's last microbatch is
+    empty.
+    """
+    generator = torch.Generator().manual_seed(5)
+    ids_sl = torch.randint(0, MODEL["vocab_size"], (NUM_SEQUENCES, LENGTH), generator=generator)
+    length_s = torch.tensor([12, 5, 9, 12, 3, 7, 12, 8])
+    prompt_s = torch.tensor([3, 2, 4, 6, 2, 1, 5, 2])
+    position_l = torch.arange(LENGTH)
+    token_mask_sl = (position_l >= prompt_s[:, None]) & (position_l < length_s[:, None])
+    advantage_s = torch.randn(NUM_SEQUENCES, 1, generator=generator).abs() + 0.1
+    advantage_s[1::2] *= -1
+    return TrainBatch(
+        ids_sl=ids_sl,
+        length_s=length_s,
+        token_mask_sl=token_mask_sl,
+        sample_mask_s=torch.tensor([True] * 6 + [False] * 2),
+        advantage_sl=torch.where(token_mask_sl, advantage_s, 0.0),
+        sampler_logprob_sl=torch.zeros(NUM_SEQUENCES, LENGTH),
+    )
+
+
+def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
+    """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old =
+    -inf).
+    """
+    generator = torch.Generator().manual_seed(6)
+    noise_sl = torch.randn(scores.logprob_sl.shape, generator=generator) * 0.6
+    dropped_sl = torch.rand(scores.logprob_sl.shape, generator=generator) < 0.1
+    # Tokens that only the current pass drops get a finite old logprob: both kinds of drop are in the batch.
+    old_sl = torch.where(scores.keep_sl, scores.logprob_sl + noise_sl, -3.0)
+    odd_sl = torch.arange(LENGTH) % 2 == 1
+    keep_old_sl = ~dropped_sl & (scores.keep_sl | odd_sl)
+    return dataclasses.replace(
+        batch,
+        old_logprob_sl=torch.where(keep_old_sl, old_sl, -math.inf),
+        keep_old_sl=keep_old_sl,
+        old_log_mass_sl=scores.log_mass_sl,
+        reference_logprob_sl=torch.where(
+            batch.token_mask_sl, scores.logprob_sl.clamp(min=-4) + noise_sl, 0.0
+        ),
+    )
+
+
+def share(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
+    """This data-parallel rank's rows."""
+    rows = slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size)
+    return TrainBatch(
+        **{
+            f.name: v if v is None else v[rows]
+            for f in dataclasses.fields(batch)
+            for v in [getattr(batch, f.name)]
+        }
+    )
+
+
+def score_on_rank(rank, world_size, config, batch):
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        return worker.logprobs(share(batch, worker.groups.dp_rank, worker.groups.dp_size))
+    finally:
+        worker.close()
+
+
+def train_on_rank(rank, world_size, config, batch):
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        result = worker.train_step(share(batch, worker.groups.dp_rank, worker.groups.dp_size))
+        gradients = gradients_by_name(worker)
+        return result, gradients, weights_by_name(worker)
+    finally:
+        worker.close()
+
+
+def weights_by_name(worker):
+    from megatron_worker.hf_bridge import export_hf_tensors
+
+    return {
+        name: tensor.clone() for name, tensor in export_hf_tensors(worker.model, worker.arch, worker.groups)
+    }
+
+
+def gradients_by_name(worker):
+    """Gradients by HF name, whole: the bridge reads parameters, so each holds its gradient for a moment."""
+    parameters = list(worker.model.parameters())
+    values = [parameter.data.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    gradients = weights_by_name(worker)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+    return gradients
+
+
+TOLERANCE = 1e-5
+RELATIVE_TOLERANCE = 1e-3
+
+
+def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], hint: object) -> None:
+    assert sorted(ours) == sorted(expected)
+    for name, value in expected.items():
+        largest = float(value.abs().max())
+        difference = float((ours[name] - value).abs().max())
+        assert difference <= TOLERANCE * max(1.0, largest), (hint, name)
+        # Attention's gradients are near 1e-4 here: held to their own size too, or an error of a tenth would
+        # pass.
+        assert difference <= RELATIVE_TOLERANCE * largest + 1e-9, (hint, name, difference, largest)
+
+
+def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) -> None:
+    assert ours.stepped and sorted(ours.metrics) == sorted(expected.metrics)
+    for name, value in expected.metrics.items():
+        assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (hint, name)
