@@ -98,7 +98,7 @@ class RolloutConfig:
     samples_per_prompt: int = 8
     """Responses per prompt: the size of an advantage group."""
     max_new_tokens: int = 32
-    """Longest response, in tokens, end-of-text included."""
+    """Longest response, in tokens, end-of-text included; less than the model's positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class TrainConfig:
     epochs: int = 1
     """Passes over one step's rollouts."""
     save_every: int = 0
-    """Write the policy as a Hugging Face folder every this many steps; 0: only after the last one."""
+    """Write the policy as a Hugging Face folder every this many steps; 0: never (but see `save_final`)."""
     save_final: bool = False
     """Write the policy as a Hugging Face folder after the last step."""
 
@@ -188,11 +188,12 @@ class RunConfig:
     """One run."""
 
     seed: int = 0
-    """Seeds weights, prompts and sampling."""
+    """Seeds weights, prompts and sampling; from 0 to 2^32 - 1."""
     run_dir: str = "runs/default"
     """Config, metrics, pictures and weights go here."""
     nproc: int = 1
-    """Processes that `rlcore train` starts when it is not already under torchrun."""
+    """Processes that `rlcore train` starts when it is not already under torchrun. `--nproc` wins; the run
+    folder keeps the number that ran."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

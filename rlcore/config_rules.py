@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
@@ -12,11 +14,23 @@ if TYPE_CHECKING:
     from rlcore.config import RunConfig
 
 
+_MODEL_COUNTS = (
+    "vocab_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+)
+
+
 def check_run_config(config: RunConfig) -> None:
     """Every rule that does not need the number of processes."""
     check_ranges(config)
     check_sampling(config)
     check_model_source(config)
+    check_positions(config)
     check_heads_divide(config)
     check_sequence_parallel(config)
     check_layers_divide(config)
@@ -38,6 +52,8 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
 
 def check_world(config: RunConfig, world_size: int) -> None:
     """The rules that need the number of processes."""
+    if world_size < 1:
+        raise ConfigError(f"nproc={world_size}: expected a count of at least 1.")
     dp_size = data_parallel_size(config, world_size)
     if config.rollout.prompts_per_step % dp_size:
         raise ConfigError(
@@ -55,8 +71,13 @@ def check_world(config: RunConfig, world_size: int) -> None:
         )
 
 
+MAX_TIMEOUT_S = 1e9
+"""Seconds; transports count nanoseconds in 64 bits."""
+
+
 def check_ranges(config: RunConfig) -> None:
-    """Counts are at least 1, rates are finite and not negative."""
+    """Every number lies where its use needs it."""
+    model, optimizer = config.model, config.optimizer
     counts = {
         "nproc": config.nproc,
         "parallel.tp": config.parallel.tp,
@@ -68,25 +89,47 @@ def check_ranges(config: RunConfig) -> None:
         "train.steps": config.train.steps,
         "train.microbatch_size": config.train.microbatch_size,
         "train.epochs": config.train.epochs,
+        **{f"model.{name}": getattr(model, name) for name in _MODEL_COUNTS},
     }
-    for key, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{key}={value}: expected a count of at least 1.")
+    _check_each(counts, lambda value: value >= 1, "a count of at least 1")
     rates = {
-        "parallel.timeout_s": config.parallel.timeout_s,
         "loss.ratio_clip_min": config.loss.ratio_clip_min,
         "loss.ratio_clip_max": config.loss.ratio_clip_max,
         "loss.kl_coef": config.loss.kl_coef,
-        "optimizer.lr": config.optimizer.lr,
-        "optimizer.min_lr": config.optimizer.min_lr,
-        "optimizer.warmup_steps": config.optimizer.warmup_steps,
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.clip_grad": config.optimizer.clip_grad,
+        "optimizer.lr": optimizer.lr,
+        "optimizer.min_lr": optimizer.min_lr,
+        "optimizer.warmup_steps": optimizer.warmup_steps,
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "optimizer.clip_grad": optimizer.clip_grad,
         "train.save_every": config.train.save_every,
     }
-    for key, value in rates.items():
-        if not math.isfinite(value) or value < 0:
-            raise ConfigError(f"{key}={value}: expected a finite number >= 0.")
+    _check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+    positive = {
+        "optimizer.adam_eps": optimizer.adam_eps,
+        "model.rope_theta": model.rope_theta,
+        "model.rms_norm_eps": model.rms_norm_eps,
+    }
+    _check_each(positive, lambda value: 0 < value < math.inf, "a finite number > 0")
+    betas = {"optimizer.adam_beta1": optimizer.adam_beta1, "optimizer.adam_beta2": optimizer.adam_beta2}
+    _check_each(betas, lambda value: 0 <= value < 1, "a number in [0, 1)")
+    timeout = {"parallel.timeout_s": config.parallel.timeout_s}
+    # Transports count milliseconds.
+    _check_each(timeout, lambda value: 0.001 <= value <= MAX_TIMEOUT_S, "seconds from 0.001 to 1e9")
+    _check_each({"seed": config.seed}, lambda value: 0 <= value < 2**32, "an integer in [0, 2^32)")
+    check_clip_and_lr(config)
+
+
+def _check_each(
+    values: Mapping[str, float | None], is_allowed: Callable[[float], bool], expected: str
+) -> None:
+    """`ConfigError` for the first key whose value is set and not allowed."""
+    for key, value in values.items():
+        if value is not None and not is_allowed(value):
+            raise ConfigError(f"{key}={value}: expected {expected}.")
+
+
+def check_clip_and_lr(config: RunConfig) -> None:
+    """The lower clip bound stays above 0, and the schedule does not rise."""
     if config.loss.ratio_clip_min >= 1:
         raise ConfigError(
             f"loss.ratio_clip_min={config.loss.ratio_clip_min}: it is an epsilon (the bound is 1 - "
@@ -131,9 +174,23 @@ def check_model_source(config: RunConfig) -> None:
     missing = [name for name in _ARCHITECTURE_FIELDS if getattr(model, name) is None]
     if missing:
         raise ConfigError(f"model.{missing[0]} is not set and there is no model.hf_path. Set one of the two.")
-    for name in _ARCHITECTURE_FIELDS:
-        if getattr(model, name) < 1:
-            raise ConfigError(f"model.{name}={getattr(model, name)}: expected at least 1.")
+
+
+def check_positions(config: RunConfig) -> None:
+    """A response and at least one prompt token fit a from-scratch model; folders are checked on reading."""
+    positions, longest = config.model.max_position_embeddings, config.rollout.max_new_tokens
+    if positions is not None and longest >= positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens={longest} leaves no room for a prompt in "
+            f"model.max_position_embeddings={positions}. Lower the one or raise the other."
+        )
+
+
+def check_model_folder(config: RunConfig) -> None:
+    """`model.hf_path` is a folder with a config.json. Reads the disk, so loading leaves it out."""
+    path = config.model.hf_path
+    if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(f"model.hf_path={path}: expected a folder with a config.json.")
 
 
 def check_heads_divide(config: RunConfig) -> None:
@@ -141,12 +198,23 @@ def check_heads_divide(config: RunConfig) -> None:
     model = config.model
     if model.hf_path is not None or model.num_attention_heads is None:
         return
-    groups = model.num_query_groups or model.num_attention_heads
+    groups = model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
     check_tp_divides(config.parallel.tp, model.num_attention_heads, groups, source="model")
     if model.num_attention_heads % groups:
         raise ConfigError(
             f"model.num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"model.num_query_groups={groups}."
+            f"model.num_query_groups={groups}. Change one of them."
+        )
+    check_head_width(config)
+
+
+def check_head_width(config: RunConfig) -> None:
+    """The width splits into heads of an even width: rotary embeddings turn pairs."""
+    hidden_size, heads = config.model.hidden_size, config.model.num_attention_heads
+    if hidden_size is not None and heads is not None and hidden_size % (2 * heads):
+        raise ConfigError(
+            f"model.hidden_size={hidden_size} is not an even multiple of model.num_attention_heads={heads}. "
+            f"Set model.hidden_size to a multiple of {2 * heads}."
         )
 
 

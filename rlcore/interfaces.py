@@ -15,6 +15,8 @@ class PolicyWorker(Protocol):
     """The policy under training, sharded over the ranks of this process group layout."""
 
     groups: ParallelGroups
+    device: torch.device
+    """Where the policy's weights are."""
 
     def logprobs(self, batch: TrainBatch) -> ScoredTokens:
         """Scores the batch under the current weights. Collective: every rank calls it with its replica's
@@ -62,7 +64,7 @@ class RolloutEngine(Protocol):
     """Draws responses."""
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
-        """`samples_per_prompt` responses to each prompt, samples of one prompt next to each other.
+        """`samples_per_prompt` responses to each prompt, next to each other, in the order of the prompts.
         Collective.
         """
         ...

@@ -8,7 +8,9 @@ before leaves nothing.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,12 +106,35 @@ class RunLog:
 
 
 def check_run_folder(config: RunConfig, overwrite: bool) -> None:
-    """An earlier run is only replaced when asked for, or `ConfigError`."""
+    """`run_dir` can be written, and an earlier run is only replaced when asked for, or `ConfigError`."""
+    check_writable(config.run_dir)
     if not overwrite and Path(config.run_dir, METRICS_FILE).exists():
         raise ConfigError(
             f"run_dir={config.run_dir} already holds a run. Set run_dir to another folder, or pass "
             "--overwrite to replace that run."
         )
+
+
+def check_writable(run_dir: str) -> None:
+    """The folder can be made and a file written in it, or `ConfigError`. Leaves nothing.
+
+    Tried beside the real place, in the nearest folder that exists: ranks that check at the same time do not
+    remove each other's folders.
+    """
+    if not run_dir.strip():
+        raise ConfigError("run_dir is empty: expected a folder for the run, such as run_dir=runs/mine.")
+    folder = Path(run_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlcore_", dir=existing) as probe:
+            inside = Path(probe) / folder.relative_to(existing)
+            inside.mkdir(parents=True, exist_ok=True)
+            inside.joinpath(CONFIG_FILE).write_text("run_dir can be written\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"run_dir={run_dir} cannot be written: {existing}: {reason}. Set run_dir to a folder that can."
+        ) from error
 
 
 def clear_run_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,13 +30,13 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
     """Runs `config.train.steps` steps. Collective: every rank of the run calls it with its own worker and
     engine.
 
-    Raises the same `ValueError` on all ranks when a reward cannot be computed; the step is then left before
-    any update.
+    Raises `ValueError` on all ranks when the task's prompts or a reward cannot be used; the step is then left
+    before any update.
     """
     groups = worker.groups
     for step in range(config.train.steps):
         started = time.perf_counter()
-        prompts = own_prompts(task.prompts(step, config.rollout.prompts_per_step), groups)
+        prompts = own_prompts(task, step, config.rollout.prompts_per_step, groups, worker.device)
         rollout = engine.generate(
             prompts, config.rollout.samples_per_prompt, rollout_seed(config.seed, step, groups.dp_rank)
         )
@@ -64,15 +65,53 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
         save_if_due(config, worker, step)
 
 
-def own_prompts(prompts: Sequence[Prompt], groups: ParallelGroups) -> Sequence[Prompt]:
-    """This data-parallel rank's share: whole prompts, so no advantage group is ever split across ranks."""
-    count, rest = divmod(len(prompts), groups.dp_size)
-    if count == 0 or rest:
-        raise ValueError(
-            f"the task gave {len(prompts)} prompts for {groups.dp_size} data-parallel ranks: expected a "
-            "multiple, at least one a rank. Set rollout.prompts_per_step."
-        )
+def own_prompts(
+    task: Task, step: int, num_prompts: int, groups: ParallelGroups, device: torch.device | str = "cpu"
+) -> list[Prompt]:
+    """This data-parallel rank's share: whole prompts, so no advantage group is ever split across ranks.
+
+    A task that raises, or returns other prompts than it was asked for, raises on all ranks of the run.
+    """
+    prompts: list[Prompt] = []
+    error: ValueError | None = None
+    try:
+        prompts = all_prompts(task, step, num_prompts)
+        check_prompts(prompts, num_prompts, groups.dp_size)
+    except ValueError as cause:
+        error = cause
+    # Every rank waits here for all others, so none is left alone in a later collective.
+    raise_together(error, groups.world, device)
+    count = num_prompts // groups.dp_size
     return prompts[groups.dp_rank * count : (groups.dp_rank + 1) * count]
+
+
+def all_prompts(task: Task, step: int, num_prompts: int) -> list[Prompt]:
+    """The prompts of all data-parallel ranks, or a `ValueError` that says what the task did."""
+    try:
+        return list(task.prompts(step, num_prompts))
+    except (Exception, SystemExit) as cause:
+        raise ValueError(
+            f"prompts of step {step}: the task raised {type(cause).__name__}: {cause}"
+        ) from cause
+
+
+def check_prompts(prompts: Sequence[Prompt], num_prompts: int, dp_size: int) -> None:
+    """The task gave as many prompts as it was asked for, each with an id of its own, or `ValueError`."""
+    if len(prompts) != num_prompts:
+        raise ValueError(
+            f"the task gave {len(prompts)} prompts, expected rollout.prompts_per_step={num_prompts}. Return "
+            "exactly as many as it is asked for, or set rollout.prompts_per_step."
+        )
+    if num_prompts < 1 or num_prompts % dp_size:
+        raise ValueError(
+            f"rollout.prompts_per_step={num_prompts} does not divide over {dp_size} data-parallel ranks."
+        )
+    id_, count = Counter(prompt.group_id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise ValueError(
+            f"{count} prompts have group_id={id_}: responses to different prompts would be compared. Give "
+            "each prompt of a step its own."
+        )
 
 
 def rollout_seed(seed: int, step: int, dp_rank: int) -> int:
@@ -89,25 +128,45 @@ def score(rollout: Rollout, prompts: Sequence[Prompt], task: Task, groups: Paral
     reward_s = torch.zeros(rollout.ids_sl.shape[0], dtype=torch.float64)
     error: ValueError | None = None
     if groups.is_model_leader:
-        by_group = {prompt.group_id: prompt for prompt in prompts}
-        for row, response_ids in enumerate(responses(rollout)):
-            try:
-                reward_s[row] = grade(task, by_group[int(rollout.group_id_s[row])], response_ids)
-            except Exception as cause:
-                error = ValueError(f"reward of sample {row}: {cause}")
-                error.__cause__ = cause
-                break
+        try:
+            reward_s = grade_all(rollout, prompts, task)
+        except ValueError as cause:
+            error = cause
     device = rollout.ids_sl.device
     # Every rank waits here for the replica leaders, so no rank is left alone in a later collective.
     raise_together(error, groups.world, device)
     return broadcast_(reward_s.to(device), 0, groups.model)
 
 
+def grade_all(rollout: Rollout, prompts: Sequence[Prompt], task: Task) -> torch.Tensor:
+    """`[S]` float64 rewards, or a `ValueError` naming the first sample that has none."""
+    reward_s = torch.zeros(rollout.ids_sl.shape[0], dtype=torch.float64)
+    graded = zip(prompt_of_rows(rollout, prompts), responses(rollout), strict=True)
+    for row, (prompt, response_ids) in enumerate(graded):
+        try:
+            reward_s[row] = grade(task, prompt, response_ids)
+        except ValueError as cause:
+            raise ValueError(f"reward of sample {row}: {cause}") from cause
+    return reward_s
+
+
+def prompt_of_rows(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Each row's prompt: equally many rows a prompt, next to each other, in the order of the prompts."""
+    samples = rollout.ids_sl.shape[0] // len(prompts)
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    if [prompt.group_id for prompt in rows] != rollout.group_id_s.tolist():
+        raise ValueError(
+            f"the rollout engine returned rows of the groups {rollout.group_id_s.tolist()}: expected "
+            f"{samples} rows for each of {[prompt.group_id for prompt in prompts]}, in that order."
+        )
+    return rows
+
+
 def grade(task: Task, prompt: Prompt, response_ids: Sequence[int]) -> float:
     """One reward as a finite float, or an exception that says what the reward function did."""
     try:
         reward = float(task.reward(prompt, response_ids))
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise ValueError(f"the reward function raised {type(cause).__name__}: {cause}") from cause
     if not math.isfinite(reward):
         raise ValueError(

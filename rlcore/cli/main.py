@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 something the user can fix (one line says what), 1 anythin
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import traceback
@@ -66,22 +67,28 @@ def run_train(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Checks the config, then starts the ranks, or is one of them. Returns the exit code."""
     from rlcore.cli import launch
     from rlcore.cli.compose import compose_run_config
-    from rlcore.config_rules import check_world
+    from rlcore.config_rules import check_model_folder, check_world
     from rlcore.run_log import check_run_folder
 
     launch.join_slurm(os.environ)
     is_rank = launch.is_rank(os.environ)
     try:
         config = compose_run_config(args.config_name, args.overrides, args.config_dir)
-        num_processes = launch.world_size(os.environ) if is_rank else args.nproc or config.nproc
+        if is_rank:
+            num_processes = launch.world_size(os.environ)
+        else:
+            num_processes = config.nproc if args.nproc is None else args.nproc
         check_world(config, num_processes)
+        # What the run folder keeps is the run as it is, wherever the number of ranks came from.
+        config = dataclasses.replace(config, nproc=num_processes)
+        check_model_folder(config)
         check_run_folder(config, args.overwrite)
         if is_rank:
             from rlcore.cli.train_command import train_rank
 
             train_rank(config)
             return 0
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a task of the user's own may call sys.exit
         if not is_rank:
             raise
         return launch.report_rank_error(error, launched=args.as_rank)

@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import ExitStack
 
+from rlcore.cli.launch import record_error
 from rlcore.config import RunConfig
 
 
@@ -27,6 +28,7 @@ def train_rank(config: RunConfig) -> None:
     worker = MegatronWorker(config, task.vocab_size)
     with ExitStack() as stack:
         stack.callback(worker.close)
+        stack.push(record_before_closing)
         engine = PolicySampler(
             worker.decoder,
             config.sampling.spec(),
@@ -41,3 +43,11 @@ def train_rank(config: RunConfig) -> None:
         log = stack.enter_context(RunLog(config, display))
         train(config, worker, engine, task, log)
     write_report(log.folder, seconds=time.perf_counter() - started)
+
+
+def record_before_closing(
+    kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    """An exit callback: records this rank's error while its connections still stand."""
+    if isinstance(error, Exception | SystemExit):
+        record_error(error)

@@ -79,21 +79,48 @@ def test_a_bad_reward_ends_the_run_with_one_line(tmp_path, task, message):
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path):
-    """Its peer waits in a collective; the launcher ends it."""
+    """Its peer sees a lost connection, in the same second; the message is about the rank that died."""
     done = rlcore(
-        "train", *TWO_RANKS, "task.name=tests.e2e.broken_tasks:DyingTask", f"run_dir={tmp_path}/run"
+        "train", *TWO_RANKS, "task.name=tests.e2e.broken_tasks:KilledTask", f"run_dir={tmp_path}/run"
     )
     assert done.returncode == 1, done.stderr
-    assert "rank 0 failed (exit code 7)" in done.stderr
+    assert "rank 1 was killed by SIGKILL (exit code -9)" in done.stderr and "<NONE>" not in done.stderr
+
+
+def test_a_rank_that_waits_too_long_names_the_time_out(tmp_path):
+    """20 s: room for the start of a busy machine, a third of what the grader takes."""
+    words = ["task.name=tests.e2e.broken_tasks:SlowTask", "parallel.timeout_s=20", f"run_dir={tmp_path}/run"]
+    done = rlcore("train", *TWO_RANKS, *words)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 failed" in done.stderr and "parallel.timeout_s" in done.stderr
+
+
+@pytest.mark.parametrize("own_torchrun", [False, True])
+def test_the_error_of_one_rank_is_not_lost_among_the_lost_connections_of_the_others(tmp_path, own_torchrun):
+    """Four ranks: rank 3 breaks, three peers see its connections close before or after it has left."""
+    words = [
+        "train",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "train.microbatch_size=16",
+    ]
+    words += ["train.steps=3", "task.name=tests.e2e.broken_tasks:LonelyTask", f"run_dir={tmp_path}/run"]
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "4") if own_torchrun else ()
+    done = rlcore(*words, launcher=launcher)
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: the batch is gone" in done.stderr and "in _broken" in done.stderr
+    if not own_torchrun:
+        assert "rank 3 failed (exit code 1)" in done.stderr and "Connection" not in done.stderr
 
 
 def test_under_a_torchrun_of_your_own(tmp_path):
     """The command joins; a mistake is reported by rank 0 alone."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     folder = tmp_path / "run"
-    done = rlcore("train", *TWO_RANKS, "train.steps=1", f"run_dir={folder}", launcher=launcher)
+    done = rlcore("train", *TWO_RANKS, "nproc=4", "train.steps=1", f"run_dir={folder}", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert len(lines(folder)) == 1
+    assert "nproc: 2\n" in folder.joinpath("config.yaml").read_text(), "what ran, not what was asked for"
     done = rlcore("train", *TWO_RANKS, "task.args.lenght=3", f"run_dir={tmp_path}/other", launcher=launcher)
     assert done.returncode != 0
     assert done.stderr.count("rlcore: error: task.args.lenght") == 1

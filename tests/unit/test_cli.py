@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,20 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rlcore.cli.launch import is_rank, join_slurm, print_first_failure, world_size
+from rlcore.cli.compose import compose_run_config
+from rlcore.cli.launch import (
+    find_cause,
+    is_rank,
+    join_slurm,
+    print_first_failure,
+    record_error,
+    report_rank_error,
+    world_size,
+)
 from rlcore.cli.main import main, parse
 from rlcore.cli.progress import LineDisplay, TerminalDisplay, describe, make_display
 from rlcore.cli.report import first_and_last, summary_table, write_report
+from rlcore.cli.train_command import train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,21 +143,186 @@ def test_a_batch_script_is_not_a_rank():
         world_size({"RANK": "0"})
 
 
-def _failed(exit_code, data, message="gone"):
-    failure = SimpleNamespace(exitcode=exit_code, error_file_data=data, message=message)
-    return SimpleNamespace(get_first_failure=lambda: (3, failure))
+# What torch's transports said on a rank whose peer had ended, or did not come.
+CLOSED = (
+    "RuntimeError: [/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9."
+)
+RESET = "RuntimeError: [/src/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [::1]:6: reset"
+LATE = "RuntimeError: [/src/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv"
+STORE = (
+    "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the server shut down?"
+)
+RELAYED = "ValueError: rank 1 of 4 failed: KeyError: 'x'"
 
 
-def test_a_failed_rank_becomes_one_message(capsys):
-    data = {
-        "message": {"message": "ConfigError: x=1: no: such key", "extraInfo": {"py_callstack": "STACK\n"}}
-    }
-    assert print_first_failure(_failed(2, data)) == 2
+@pytest.fixture
+def failed(tmp_path):
+    """Makes torchrun's error of failed ranks as torchrun does, from (exit code, message or None) by rank. The
+    files are written in the order of the ranks, or in that of `written`.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def make(ranks, written=()):
+        failures = {}
+        for rank, (exit_code, message) in ranks.items():
+            path = tmp_path / f"error{rank}.json"
+            path.unlink(missing_ok=True)
+            if message is not None:
+                code = 2 if message.startswith(("ValueError", "ConfigError")) else 1
+                extra = {"py_callstack": f"STACK {rank}\n", "timestamp": "1700000000"}
+                path.write_text(
+                    json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": extra}})
+                )
+                when = (written or list(ranks)).index(rank)
+                os.utime(path, ns=(0, 1_700_000_000_000_000_000 + when * 1_000_000))
+            failures[rank] = ProcessFailure(rank, 1234, exit_code, str(path))
+        return ChildFailedError("rlcore", failures)
+
+    return make
+
+
+def test_a_failed_rank_becomes_one_message(capsys, failed):
+    message = "ConfigError: x=1: no: such key"
+    assert print_first_failure(failed({3: (2, message)})) == 2
     assert capsys.readouterr().err == "rlcore: error: x=1: no: such key\n"
-    assert print_first_failure(_failed(1, data)) == 1
-    assert capsys.readouterr().err.startswith("STACK\nrlcore: rank 3 failed (exit code 1): ConfigError")
-    assert print_first_failure(_failed(-9, None, "Signal 9 (SIGKILL)")) == 1
-    assert "rank 3 failed (exit code -9): Signal 9" in capsys.readouterr().err
+    assert print_first_failure(failed({3: (1, "KeyError: 'x'")})) == 1
+    assert capsys.readouterr().err == "STACK 3\nrlcore: rank 3 failed (exit code 1): KeyError: 'x'\n"
+
+
+def test_a_rank_that_was_ended_while_it_left_still_has_its_message(capsys, failed):
+    assert print_first_failure(failed({0: (1, CLOSED), 1: (-15, "ValueError: x=1: fix it")})) == 2
+    assert capsys.readouterr().err == "rlcore: error: x=1: fix it\n"
+
+
+def test_a_rank_without_a_message_is_described(capsys, failed):
+    """Neither torchrun's <NONE> nor its hint at a decorator: the signal's name, or the exit code."""
+    for exit_code, text in [
+        (-9, "rank 3 was killed by SIGKILL (exit code -9). The system does that when memory runs out."),
+        (-11, "rank 3 was killed by SIGSEGV (exit code -11)."),
+        (-15, "rank 3 was killed by SIGTERM (exit code -15)."),
+        (7, "rank 3 ended without a message (exit code 7)."),
+    ]:
+        assert print_first_failure(failed({3: (exit_code, None)})) == 1
+        assert capsys.readouterr().err == f"rlcore: {text}\n"
+
+
+@pytest.mark.parametrize("peer", [CLOSED, RESET, LATE, STORE, RELAYED])
+@pytest.mark.parametrize("written", [(0, 1), (1, 0)])
+def test_the_cause_is_told_from_what_its_peers_saw(capsys, failed, peer, written):
+    """All within one second, and the peer's file may be the older one."""
+    ranks = {0: (1, peer), 1: (1, "KeyError: 'x'"), 2: (-15, None)}
+    print_first_failure(failed(ranks, [*written, 2]))
+    assert "rank 1 failed (exit code 1): KeyError: 'x'\n" in capsys.readouterr().err
+    if peer != RELAYED:
+        print_first_failure(failed({0: (1, peer), 1: (-15, None), 2: (-9, None)}))
+        assert "rank 2 was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_the_first_of_two_causes_is_told(capsys, failed):
+    for written in ([0, 1], [1, 0]):
+        print_first_failure(failed({0: (1, "KeyError: 0"), 1: (1, "KeyError: 1")}, written))
+        assert f"rank {written[0]} failed" in capsys.readouterr().err
+
+
+def test_a_time_out_names_its_key_and_comes_before_the_lost_connection_it_causes(capsys, failed):
+    print_first_failure(failed({0: (1, CLOSED), 1: (1, LATE)}))
+    said = capsys.readouterr().err
+    assert "rank 1 failed" in said and "Timed out" in said and "parallel.timeout_s" in said
+    print_first_failure(failed({0: (1, CLOSED)}))
+    said = capsys.readouterr().err
+    assert "Another rank ended first" in said and "parallel.timeout_s" not in said
+
+
+def test_a_connection_of_the_users_own_is_no_peer():
+    assert find_cause("ConnectionError: grader.example: Connection refused") == "own"
+    assert find_cause("RuntimeError: CUDA out of memory") == "own"
+
+
+def test_the_first_error_of_a_rank_is_recorded_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for error in (KeyError("first"), RuntimeError("second")):
+        try:
+            raise error
+        except Exception as caught:
+            record_error(caught)
+    message = json.loads(tmp_path.joinpath("error.json").read_text())["message"]
+    assert message["message"] == "KeyError: 'first'" and message["errorCode"] == 1
+    assert "Traceback" in message["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom")])
+def test_a_rank_records_its_error_before_it_drops_its_connections(tmp_path, monkeypatch, error):
+    path = tmp_path / "error.json"
+    recorded = []
+
+    class Worker:
+        def __init__(self, config, vocab_size):
+            self.decoder, self.arch = None, SimpleNamespace(max_position_embeddings=64)
+
+        def close(self):
+            recorded.append(path.exists() and json.loads(path.read_text())["message"]["message"])
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "megatron_worker.worker", SimpleNamespace(MegatronWorker=Worker))
+    monkeypatch.setattr("rlcore.trainer.train", fail)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    with pytest.raises(type(error)):
+        train_rank(compose_run_config("demo"))
+    assert recorded == [f"{type(error).__name__}: boom"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "said"),
+    [
+        ("0", ValueError("x=1"), "rlcore: error: x=1\n"),
+        ("1", ValueError("x=1"), ""),
+        ("1", KeyError("x"), "rlcore: rank 1 failed: KeyError: 'x'\n"),
+        ("1", SystemExit(3), "rlcore: rank 1 failed: SystemExit: 3\n"),
+        ("0", RuntimeError(CLOSED.partition(": ")[2]), "Another rank ended first"),
+        ("1", RuntimeError(CLOSED.partition(": ")[2]), ""),
+    ],
+)
+def test_who_speaks_under_a_launcher_of_your_own(monkeypatch, capsys, rank, error, said):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert report_rank_error(error, launched=False) == (2 if isinstance(error, ValueError) else 1)
+    heard = capsys.readouterr().err
+    assert said in heard and bool(said) == bool(heard)
+    report_rank_error(error, launched=True)
+    assert capsys.readouterr().err == ""
+
+
+def _run_as_rank(monkeypatch, words, outcome=None):
+    """Runs the command as rank 0 of 8 up to the training; returns its exit code and config."""
+    seen = []
+
+    def train_rank(config):
+        seen.append(config)
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr("rlcore.cli.train_command.train_rank", train_rank)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SystemExit) as left:
+        main(["train", "train.microbatch_size=8", *words])
+    return left.value.code, seen
+
+
+def test_the_config_of_a_rank_holds_the_real_number_of_ranks(monkeypatch, tmp_path):
+    """demo.yaml says 4."""
+    code, seen = _run_as_rank(monkeypatch, [f"run_dir={tmp_path}/run"])
+    assert code == 0 and seen[0].nproc == 8
+
+
+def test_a_task_that_exits_is_a_failed_rank(monkeypatch, tmp_path, capsys):
+    code, _ = _run_as_rank(monkeypatch, [f"run_dir={tmp_path}/run"], SystemExit(0))
+    assert code == 1 and "rank 0 failed: SystemExit: 0" in capsys.readouterr().err
+    code, _ = _run_as_rank(monkeypatch, [f"run_dir={tmp_path}/run"], KeyboardInterrupt())
+    assert code == 130
 
 
 @pytest.mark.parametrize(
@@ -158,12 +334,15 @@ def test_a_failed_rank_becomes_one_message(capsys):
             ["--nproc", "6"],
             "nproc=6 processes do not factor into model replicas of parallel.tp=2 x parallel.pp=2",
         ),
+        (["--nproc", "0"], "nproc=0: expected a count of at least 1"),
+        (["--nproc", "-4"], "nproc=-4: expected a count of at least 1"),
+        (["run_dir=/proc/nope/run"], "run_dir=/proc/nope/run cannot be written"),
         (["parallel.tp=3", "nproc=6"], "parallel.tp=3 does not divide model.num_attention_heads=4"),
     ],
 )
 def test_bad_words_stop_before_any_rank_starts(tmp_path, words, message):
     """One line, exit code 2, within seconds, nothing written."""
-    command = [sys.executable, "-m", "rlcore.cli", "train", *words, f"run_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "rlcore.cli", "train", f"run_dir={tmp_path}/run", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
     assert (

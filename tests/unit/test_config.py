@@ -13,14 +13,14 @@ import pytest
 from rlcore.cli.compose import compose_run_config, config_folder
 from rlcore.config import RunConfig, load_run_config, to_plain
 from rlcore.config_parse import ConfigError, all_key_paths
-from rlcore.config_rules import check_tp_divides, check_world
+from rlcore.config_rules import check_model_folder, check_tp_divides, check_world
 
 MODEL = {
     "num_layers": 4,
     "hidden_size": 8,
     "num_attention_heads": 4,
     "ffn_hidden_size": 8,
-    "max_position_embeddings": 16,
+    "max_position_embeddings": 64,
 }
 
 
@@ -80,6 +80,31 @@ def test_every_field_is_documented():
             r"rollout.samples_per_prompt=1 makes every GRPO advantage 0",
         ),
         ({"rollout": {"max_new_tokens": 0}}, r"rollout.max_new_tokens=0"),
+        (
+            {"rollout": {"max_new_tokens": 64}},
+            r"rollout.max_new_tokens=64 leaves no room.*model.max_position_embeddings=64",
+        ),
+        ({"model": {**MODEL, "num_query_groups": 0}}, r"model.num_query_groups=0: expected a count"),
+        ({"model": {**MODEL, "num_query_groups": -2}}, r"model.num_query_groups=-2: expected a count"),
+        ({"model": {**MODEL, "num_query_groups": 3}}, r"model.num_query_groups=3"),
+        ({"model": {**MODEL, "vocab_size": 0}}, r"model.vocab_size=0: expected a count"),
+        ({"model": {**MODEL, "hidden_size": 12}}, r"model.hidden_size=12.*a multiple of 8"),
+        ({"model": {**MODEL, "hidden_size": 10}}, r"model.hidden_size=10.*a multiple of 8"),
+        (
+            {"model": {**MODEL, "rms_norm_eps": -1.0}},
+            r"model.rms_norm_eps=-1.0: expected a finite number > 0",
+        ),
+        ({"model": {**MODEL, "rope_theta": 0.0}}, r"model.rope_theta=0.0: expected a finite number > 0"),
+        ({"optimizer": {"adam_beta1": 1.5}}, r"optimizer.adam_beta1=1.5: expected a number in \[0, 1\)"),
+        ({"optimizer": {"adam_beta2": 1.0}}, r"optimizer.adam_beta2=1.0: expected a number in \[0, 1\)"),
+        ({"optimizer": {"adam_beta2": math.nan}}, r"optimizer.adam_beta2=nan"),
+        ({"optimizer": {"adam_eps": -1.0}}, r"optimizer.adam_eps=-1.0: expected a finite number > 0"),
+        ({"optimizer": {"adam_eps": 0.0}}, r"optimizer.adam_eps=0.0"),
+        ({"seed": -1}, r"seed=-1: expected an integer in \[0, 2\^32\)"),
+        ({"seed": 2**32}, r"seed=4294967296"),
+        ({"parallel": {"timeout_s": 0.0}}, r"parallel.timeout_s=0.0: expected seconds"),
+        ({"parallel": {"timeout_s": 1e18}}, r"parallel.timeout_s=1e\+18"),
+        ({"nproc": 0}, r"nproc=0: expected a count"),
         ({"rollout": {"prompts_per_step": 0}}, r"rollout.prompts_per_step=0"),
         ({"train": {"minibatch_size": 7}}, r"train.minibatch_size=7 does not divide the 128 sequences"),
         ({"loss": {"ratio_clip_min": 1.0}}, r"loss.ratio_clip_min=1.0: it is an epsilon"),
@@ -110,6 +135,8 @@ def test_off_values_are_accepted(top_k, top_p):
             6,
             r"nproc=6 processes do not factor.*= 4. Set nproc to a multiple of 4",
         ),
+        ({}, 0, r"nproc=0: expected a count"),
+        ({}, -4, r"nproc=-4: expected a count"),
         ({"rollout": {"prompts_per_step": 10}}, 4, r"rollout.prompts_per_step=10 does not divide over 4"),
         ({"train": {"microbatch_size": 48}}, 2, r"train.microbatch_size=48 x 2 data-parallel ranks = 96"),
         ({"train": {"microbatch_size": 8, "minibatch_size": 32}}, 8, r"32 sequences per optimizer step"),
@@ -119,6 +146,16 @@ def test_a_world_that_does_not_fit(sections, world_size, message):
     config = load(**sections)
     with pytest.raises(ConfigError, match=message):
         check_world(config, world_size)
+
+
+def test_a_model_folder_must_be_one(tmp_path):
+    """Before the tokenizer library takes the path for a name on its hub."""
+    config = load(model={"hf_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"model.hf_path=.*expected a folder with a config.json"):
+        check_model_folder(config)
+    tmp_path.joinpath("config.json").write_text("{}")
+    check_model_folder(config)
+    check_model_folder(load())
 
 
 def test_head_counts_of_a_folder():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -113,8 +114,15 @@ def test_responses_drop_the_end_token_only_where_there_is_one():
     assert list(responses(rollout)) == [[7], [7, 7, 7, 7]]
 
 
-def test_rewards_find_their_prompt_by_group_id():
-    """Rows in another order than the prompts: the id decides."""
+class AnswerTask:
+    """Grades a response with its prompt's answer."""
+
+    def reward(self, prompt, response_ids):
+        return prompt.answer
+
+
+def test_rewards_find_their_prompt_by_row():
+    """Also where two prompts carry one id. Rows in another order are the engine's mistake."""
     prompts = [Prompt(ids=[3], group_id=10, answer=1.0), Prompt(ids=[4], group_id=11, answer=2.0)]
     rollout = Rollout(
         ids_sl=torch.tensor([[4, 1], [3, 1]]),
@@ -122,14 +130,17 @@ def test_rewards_find_their_prompt_by_group_id():
         length_s=torch.tensor([2, 2]),
         sampler_logprob_sl=torch.zeros(2, 2),
         finished_s=torch.tensor([True, True]),
-        group_id_s=torch.tensor([11, 10]),
+        group_id_s=torch.tensor([10, 11]),
     )
 
-    class AnswerTask:
-        def reward(self, prompt, response_ids):
-            return prompt.answer
+    def rewards(ids, rollout):
+        named = [dataclasses.replace(prompt, group_id=id_) for prompt, id_ in zip(prompts, ids, strict=True)]
+        return score(rollout, named, AnswerTask(), ParallelGroups()).tolist()  # type: ignore[arg-type]
 
-    assert score(rollout, prompts, AnswerTask(), ParallelGroups()).tolist() == [2.0, 1.0]  # type: ignore[arg-type]
+    assert rewards([10, 11], rollout) == [1.0, 2.0]
+    assert rewards([7, 7], dataclasses.replace(rollout, group_id_s=torch.tensor([7, 7]))) == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"groups \[11, 10\]: expected 1 rows for each of \[10, 11\]"):
+        rewards([10, 11], dataclasses.replace(rollout, group_id_s=torch.tensor([11, 10])))
 
 
 def test_seeds_differ_between_steps_and_ranks():
@@ -155,15 +166,16 @@ class BadTask:
     def reward(self, prompt, response_ids):
         if self._step < 2:
             return self._echo.reward(prompt, response_ids)
-        if self._outcome == "raises":
-            raise KeyError("grade")
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
         return self._outcome
 
 
 @pytest.mark.parametrize(
     ("outcome", "message"),
     [
-        ("raises", "sample 0: the reward function raised KeyError: 'grade'"),
+        (SystemExit(3), "sample 0: the reward function raised SystemExit: 3"),
+        (KeyError("grade"), "sample 0: the reward function raised KeyError: 'grade'"),
         (math.nan, "sample 0: the reward function returned nan"),
         (math.inf, "returned inf"),
         (None, "raised TypeError"),
@@ -180,6 +192,12 @@ def test_a_bad_reward_stops_the_step_before_the_update(tmp_path, outcome, messag
         train(config, worker, engine, task, log)
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]
     assert len(worker.steps) == 2
+
+
+def test_an_interrupt_in_a_reward_is_let_through():
+    config = toy_config(train={"steps": 4, "microbatch_size": 8})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, task=BadTask(config, KeyboardInterrupt()))
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path):
@@ -211,9 +229,37 @@ def test_the_run_folder(tmp_path):
     assert list((folder / "tensorboard").glob("events*"))
     with pytest.raises(ValueError, match="--overwrite"):
         check_run_folder(config, overwrite=False)
+    check_run_folder(config, overwrite=True)
+    assert len(read_metrics(folder)) == 2, "the check leaves an earlier run as it is"
     with RunLog(config, NoDisplay()) as log:
         run(config, log)
     assert len(read_metrics(folder)) == 2
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "message"),
+    [
+        ("{tmp}/file/run", "cannot be written: .*file: Not a directory"),
+        ("{tmp}/file", "cannot be written: .*file: Not a directory"),
+        ("{tmp}/dangling", "cannot be written"),
+        ("/proc/nope/run", "cannot be written: /proc"),
+        ("{tmp}/" + "n" * 300, "cannot be written: .*too long"),
+        ("{tmp}/nul\0", "cannot be written: .*null byte"),
+        ("", "run_dir is empty"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path, run_dir, message):
+    tmp_path.joinpath("file").write_text("in the way")
+    tmp_path.joinpath("dangling").symlink_to(tmp_path / "nowhere")
+    config = toy_config(run_dir=run_dir.replace("{tmp}", str(tmp_path)))
+    with pytest.raises(ValueError, match=message):
+        check_run_folder(config, overwrite=True)
+
+
+def test_the_check_of_the_run_folder_leaves_nothing(tmp_path):
+    check_run_folder(toy_config(run_dir=str(tmp_path / "a" / "b")), overwrite=False)
+    check_run_folder(toy_config(run_dir=str(tmp_path)), overwrite=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _train_ranks(rank, world_size, config):
@@ -262,7 +308,7 @@ def _score_ranks(rank, world_size, config, failing_rank):
         model=replicas[rank // 2], tp=replicas[rank // 2], dp=columns[rank % 2], world=dist.group.WORLD
     )
     task = LeaderTask(config, failing_rank)
-    prompts = own_prompts(task.prompts(0, 4), groups)
+    prompts = own_prompts(task, 0, 4, groups)
     rows = len(prompts)
     rollout = Rollout(
         ids_sl=torch.full((rows, 8), 3),
@@ -291,6 +337,94 @@ def test_one_bad_reward_raises_on_every_rank():
     assert all("the reward function raised RuntimeError: boom" in result[2] for result in results)
 
 
-def test_prompts_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="prompts_per_step"):
-        own_prompts([], ParallelGroups())
+class PromptTask:
+    """Returns, or raises, what it was made with."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def prompts(self, step, num_prompts):
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def numbered(ids):
+    return [Prompt(ids=[3], group_id=id_) for id_ in ids]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (numbered([0, 1]), r"gave 2 prompts, expected rollout.prompts_per_step=4"),
+        (numbered(range(8)), r"gave 8 prompts, expected rollout.prompts_per_step=4"),
+        ([], r"gave 0 prompts, expected rollout.prompts_per_step=4"),
+        (numbered([0, 5, 2, 5]), r"2 prompts have group_id=5"),
+        (None, r"prompts of step 1: the task raised TypeError"),
+        (OSError("no such file"), r"prompts of step 1: the task raised OSError: no such file"),
+        (SystemExit(0), r"prompts of step 1: the task raised SystemExit: 0"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused(outcome, message):
+    with pytest.raises(ValueError, match=message):
+        own_prompts(PromptTask(outcome), 1, 4, ParallelGroups())  # type: ignore[arg-type]
+
+
+def test_prompts_are_asked_for_as_configured():
+    """The loop hands on the number of the config: a task that returns half of it never reaches the policy."""
+    config = toy_config(train={"steps": 1, "microbatch_size": 8})
+    task = make_task(config.task, None, 0)
+    whole = task.prompts
+    task.prompts = lambda step, num: whole(step, num // 2)
+    with pytest.raises(ValueError, match=r"gave 4 prompts, expected rollout.prompts_per_step=8"):
+        run(config, task=task)
+    task.prompts = lambda step, num: [dataclasses.replace(prompt, group_id=0) for prompt in whole(step, num)]
+    with pytest.raises(ValueError, match=r"8 prompts have group_id=0"):
+        run(config, task=task)
+
+
+def _prompt_ranks(rank, world_size):
+    groups = ParallelGroups(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, world=dist.group.WORLD)
+    outcomes = [PromptTask(numbered(range(4))), PromptTask(numbered(range(4)))]
+    if rank == 1:
+        outcomes[0] = PromptTask(OSError("no such file"))
+    seen = []
+    for task in outcomes:
+        try:
+            seen.append([prompt.group_id for prompt in own_prompts(task, 0, 4, groups)])
+        except ValueError as error:
+            seen.append(str(error))
+    return seen
+
+
+@pytest.mark.distributed
+def test_prompts_that_fail_on_one_rank_fail_on_all():
+    """Nobody is left in a collective: the next step's prompts are cut as ever."""
+    results = run_ranks(_prompt_ranks, 2)
+    assert all("the task raised OSError: no such file" in result[0] for result in results)
+    assert [result[1] for result in results] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_the_advantages_of_a_step_are_those_of_the_config(normalize_std):
+    """By hand from the rewards: less the group's mean, over its sample standard deviation where asked for."""
+    section = {"advantage": {"normalize_std": normalize_std}, "train": {"steps": 1, "microbatch_size": 8}}
+    config = toy_config(**section)
+    task = make_task(config.task, None, config.seed)
+    worker, _ = run(config, task=task)
+    batch, prompts = worker.steps[0], task.prompts(0, 8)
+    rows = zip(batch.ids_sl, batch.token_mask_sl, batch.length_s.tolist(), strict=True)
+    texts = [row[:length][mask[:length]].tolist() for row, mask, length in rows]
+    rewards = [
+        task.reward(prompts[i // 8], text[:-1] if text[-1] == task.eos_id else text)
+        for i, text in enumerate(texts)
+    ]
+    reward_gs = torch.tensor(rewards, dtype=torch.float64).view(8, 8)
+    expected_gs = reward_gs - reward_gs.mean(dim=1, keepdim=True)
+    if normalize_std:
+        expected_gs = expected_gs / reward_gs.std(dim=1, keepdim=True)
+    got_s = torch.stack(
+        [row[mask][0] for row, mask in zip(batch.advantage_sl, batch.token_mask_sl, strict=True)]
+    )
+    assert reward_gs.std(dim=1).min() > 0
+    torch.testing.assert_close(got_s.double(), expected_gs.flatten(), rtol=1e-4, atol=1e-4)
