@@ -45,6 +45,9 @@ LAYOUTS = {
     "tp2pp2": (4, 2, 2, False, False),
     "tp2pp2+sp": (4, 2, 2, True, False),
     "pp2dp2": (4, 1, 2, False, False),
+    "tp1+fused": (1, 1, 1, False, False),
+    "tp2pp2+fused": (4, 2, 2, False, False),
+    "tp2pp2+sp+fused": (4, 2, 2, True, False),
 }
 
 
@@ -53,7 +56,7 @@ def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig
     dp = world_size // (tp * pp)
     return load_run_config(
         {
-            "model": MODEL,
+            "model": {**MODEL, "fused_head": layout.endswith("+fused")},
             "parallel": {
                 "tp": tp,
                 "pp": pp,
@@ -363,7 +366,7 @@ def _train_broken(rank, world_size, config, batch, where):
         worker.close()
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2", "tp2pp2+sp+fused"])
 @pytest.mark.parametrize("where", ["advantage", "weights"])
 def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
     """Only the last stage of one replica sees it; every rank raises, none hangs, no weight moves."""
