@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_worker.architecture import Architecture
 from megatron_worker.hf_bridge import unwrap
+from megatron_worker.output_head import without_head
 from rlcore.config import ParallelConfig
 from rlcore.groups import ParallelGroups
 
@@ -112,8 +113,8 @@ class MegatronDecoder:
         return collected[0] if self.groups.is_last_stage else None
 
     def _hidden_states(self, ids_sl: torch.Tensor, position_sl: torch.Tensor) -> torch.Tensor:
-        """The stage's output before the head, `[L, S, D]`."""
-        with _without_head(self._stage):
+        """The stage's output before the head, `[L, S, D]`: with it, inference mode gathers the vocabulary."""
+        with without_head(self._stage):
             return self._stage(
                 ids_sl, position_sl, None, inference_context=self._context, runtime_gather_output=True
             )
@@ -140,14 +141,3 @@ def _evaluating(stage: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _without_head(stage: Any) -> Iterator[None]:
-    """The stage returns hidden states while open: with a head, inference mode gathers the vocabulary."""
-    post_process = stage.post_process
-    stage.post_process = False
-    try:
-        yield
-    finally:
-        stage.post_process = post_process

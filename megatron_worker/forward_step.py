@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from megatron_worker.output_head import OutputHead
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
-from rlcore.groups import ParallelGroups
 from rlcore.masks import actor_mask, kl_mask, why_tokens_left
 from rlcore.metrics import Max, Mean, Metric, Min, Sum, max_over, mean_over, min_over
 from rlcore.ops.kl import KLTerms, k3
-from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
+from rlcore.ops.logprob import TokenLogprobs
 from rlcore.ops.loss import PolicyTerms, clipped_policy_terms, token_sum_over
 from rlcore.sampling import SamplingSpec
 
@@ -57,23 +57,7 @@ def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: 
     return loss * (num_microbatches * dp_size)
 
 
-def score_logits(
-    logits: torch.Tensor,
-    target_t: torch.Tensor,
-    spec: SamplingSpec,
-    groups: ParallelGroups,
-    vocab_size: int,
-    entropy: bool,
-) -> TokenLogprobs:
-    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data."""
-    logits_tv = logits.reshape(-1, logits.shape[-1])
-    vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
-    return vocab_parallel_logprob(
-        logits_tv, target_t, spec, groups.tp, vocab, entropy=entropy, validate=False
-    )
-
-
-def make_scoring_step(spec: SamplingSpec, groups: ParallelGroups, vocab_size: int) -> Callable:
+def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
     """A forward step for `collect_non_loss_data=True`: the schedule collects `TokenLogprobs` on the last
     stage.
     """
@@ -81,10 +65,10 @@ def make_scoring_step(spec: SamplingSpec, groups: ParallelGroups, vocab_size: in
     def scoring_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
 
-        def collect(logits: torch.Tensor, non_loss_data: bool = True) -> TokenLogprobs:
-            return score_logits(logits, microbatch.target_t, spec, groups, vocab_size, entropy=False)
+        def collect(output: torch.Tensor, non_loss_data: bool = True) -> TokenLogprobs:
+            return head.score(model, output, microbatch, spec, entropy=False)
 
-        return _run_model(model, microbatch), collect
+        return head.run(model, microbatch), collect
 
     return scoring_step
 
@@ -92,8 +76,7 @@ def make_scoring_step(spec: SamplingSpec, groups: ParallelGroups, vocab_size: in
 def make_train_step(
     loss: LossConfig,
     spec: SamplingSpec,
-    groups: ParallelGroups,
-    vocab_size: int,
+    head: OutputHead,
     denominators: Denominators,
     num_microbatches: int,
 ) -> Callable:
@@ -101,12 +84,12 @@ def make_train_step(
 
     def train_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
-        return _run_model(model, microbatch), partial(loss_of, microbatch)
+        return head.run(model, microbatch), partial(loss_of, model, microbatch)
 
-    def loss_of(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, LossReport]:
-        scores = score_logits(logits, microbatch.target_t, spec, groups, vocab_size, loss.entropy_metric)
+    def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, LossReport]:
+        scores = head.score(model, output, microbatch, spec, loss.entropy_metric)
         value, report = microbatch_loss(microbatch, scores, loss, denominators)
-        return cancel_megatron_scaling(value, num_microbatches, groups.dp_size), report
+        return cancel_megatron_scaling(value, num_microbatches, head.groups.dp_size), report
 
     return train_step
 
@@ -238,10 +221,3 @@ def _first_sample(microbatch: Microbatch, broken_t: torch.Tensor, value: torch.T
     )
     whole = torch.where(torch.isfinite(value), -1, 0)
     return torch.where(first == big, whole, first)
-
-
-def _run_model(model: Any, microbatch: Microbatch) -> torch.Tensor:
-    """Logits `[b, L, v]` on the last stage, hidden states on the others. Causal attention; right padding
-    needs no mask.
-    """
-    return model(microbatch.input_ids_bl, microbatch.position_ids_bl, None)

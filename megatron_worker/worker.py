@@ -28,6 +28,7 @@ from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, sav
 from megatron_worker.microbatches import join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
+from megatron_worker.output_head import OutputHead
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import all_reduce_, raise_together
 from rlcore.config import RunConfig
@@ -71,6 +72,9 @@ class MegatronWorker:
             architecture_from_hf(hf_path)
             if hf_path
             else architecture_from_config(config.model, task_vocab_size or 0)
+        )
+        self.head = OutputHead(
+            groups=self.groups, vocab_size=self.arch.vocab_size, fused=config.model.fused_head
         )
         stage = self._new_stage()
         self.reference = None
@@ -118,7 +122,7 @@ class MegatronWorker:
     ) -> dict[str, torch.Tensor]:
         """The fields of `score_fields(spec)`, token-aligned `[S, L]`, on every stage."""
         microbatches = self._split(batch)
-        step = make_scoring_step(spec, self.groups, self.arch.vocab_size)
+        step = make_scoring_step(spec, self.head)
         parts: list[TokenLogprobs] = self._run_schedule(
             model, step, microbatches, forward_only=True, collect=True
         )
@@ -158,9 +162,7 @@ class MegatronWorker:
             )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        step = make_train_step(
-            self.config.loss, self.spec, self.groups, self.arch.vocab_size, denominators, len(microbatches)
-        )
+        step = make_train_step(self.config.loss, self.spec, self.head, denominators, len(microbatches))
         self.model.train()
         reports: list[LossReport] = self._run_schedule(self.model, step, microbatches)
         self._refuse_broken_step(reports)

@@ -83,6 +83,18 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
+def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sums the ranks' `[n * group size, ...]` and returns this rank's n rows, in group-rank order."""
+    size = group_size(group)
+    if size == 1:
+        return tensor
+    _record("reduce_scatter", tensor, group)
+    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    # Waits for every rank of `group`; shapes are equal on all of them by contract.
+    dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
+    return out
+
+
 def broadcast_(tensor: torch.Tensor, group_src: int, group: Group) -> torch.Tensor:
     """Overwrites `tensor` with that of rank `group_src` of the group and returns it."""
     if group_size(group) > 1:

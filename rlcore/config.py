@@ -47,6 +47,10 @@ class ModelConfig:
     """Added to the mean square inside RMSNorm."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter and activation dtype. The op and the loss are float32 whatever this says."""
+    fused_head: bool = False
+    """Score tokens from hidden states and the head's weight: logits exist one chunk of tokens at a time, and
+    are computed again in the backward pass.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

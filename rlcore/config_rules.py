@@ -159,11 +159,15 @@ _ARCHITECTURE_FIELDS = (
 )
 
 
+# Fields that do not describe the architecture: they may be set beside a folder.
+_BESIDE_ARCHITECTURE = ("hf_path", "dtype", "fused_head")
+
+
 def check_model_source(config: RunConfig) -> None:
     """Either a Hugging Face folder or a full architecture, not both and not neither."""
     model = config.model
     if model.hf_path is not None:
-        names = [f.name for f in dataclasses.fields(model) if f.name not in ("hf_path", "dtype")]
+        names = [f.name for f in dataclasses.fields(model) if f.name not in _BESIDE_ARCHITECTURE]
         extra = [name for name in names if getattr(model, name) is not None]
         if extra:
             raise ConfigError(

@@ -108,7 +108,7 @@ def vocab_parallel_logprob(
     _check_shapes(logits_tv, target_t)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     if validate:
-        _check_targets(target_t, vocab.vocab_size)
+        check_targets(target_t, vocab.vocab_size)
     passes = select_passes(backend, logits_tv)
     outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, spec, (tp_group, vocab), entropy)
     result = TokenLogprobs(
@@ -125,13 +125,13 @@ def vocab_parallel_logprob(
     return result
 
 
-def check_rows(result: TokenLogprobs) -> None:
+def check_rows(result: TokenLogprobs, first_row: int = 0) -> None:
     """Raises `ValueError` naming the first row whose logits were NaN, +inf or all -inf. The same on every TP
-    rank.
+    rank. `first_row`: the whole's row that the result's first one is.
     """
     broken_t = torch.isnan(result.unfiltered_logprob_t)
     if broken_t.any():
-        row = int(broken_t.nonzero()[0])
+        row = first_row + int(broken_t.nonzero()[0])
         raise ValueError(
             f"logits row {row} has a NaN or +inf, or no finite entry ({int(broken_t.sum())} of "
             f"{len(broken_t)} rows do): "
@@ -328,7 +328,8 @@ def _check_shapes(logits_tv: torch.Tensor, target_t: torch.Tensor) -> None:
         )
 
 
-def _check_targets(target_t: torch.Tensor, vocab_size: int) -> None:
+def check_targets(target_t: torch.Tensor, vocab_size: int) -> None:
+    """Raises `ValueError` naming the first row whose target is no id of the vocabulary."""
     bad_t = (target_t < 0) | (target_t >= vocab_size)
     if bad_t.any():
         row = int(bad_t.nonzero()[0])

@@ -41,6 +41,9 @@ LAYOUTS = {
     "tp2pp2": (4, 2, 2, False, False),
     "tp2pp2+sp": (4, 2, 2, True, False),
     "pp2dp2": (4, 1, 2, False, False),
+    "tp1+fused": (1, 1, 1, False, False),
+    "tp2pp2+fused": (4, 2, 2, False, False),
+    "tp2pp2+sp+fused": (4, 2, 2, True, False),
 }
 
 
@@ -49,7 +52,7 @@ def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig
     dp = world_size // (tp * pp)
     return load_run_config(
         {
-            "model": MODEL,
+            "model": {**MODEL, "fused_head": layout.endswith("+fused")},
             "parallel": {
                 "tp": tp,
                 "pp": pp,

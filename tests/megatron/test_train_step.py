@@ -225,7 +225,7 @@ def _train_broken(rank, world_size, config, batch, where):
         worker.close()
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2", "tp2pp2+sp+fused"])
 @pytest.mark.parametrize("where", ["advantage", "weights"])
 def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
     """Only the last stage of one replica sees it; every rank raises, none hangs, no weight moves."""

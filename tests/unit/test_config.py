@@ -72,6 +72,7 @@ def test_every_field_is_documented():
         ({"parallel": {"pp": 3}}, r"model.num_layers=4 is not a multiple of parallel.pp=3"),
         ({"parallel": {"sequence_parallel": True}}, r"parallel.sequence_parallel=true needs parallel.tp"),
         ({"parallel": {"tp": 0}}, r"parallel.tp=0"),
+        ({"model": {"hf_path": "x", "fused_head": True, "num_layers": 2}}, r"model.num_layers is set"),
         ({"model": {**MODEL, "hf_path": "x"}}, r"model.num_layers is set, but model.hf_path=x"),
         ({"model": {}}, r"model.num_layers is not set and there is no model.hf_path"),
         ({"model": {**MODEL, "num_layers": 0}}, r"model.num_layers=0"),
