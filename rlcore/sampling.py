@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -19,13 +19,20 @@ Ties = Literal["share", "all"]
 CUT_SLACK = 1e-6
 # Below this vLLM decodes greedily: there is no distribution to score.
 GREEDY_TEMPERATURE = 1e-5
+# Range of presence and frequency penalties that vLLM accepts: at most this much either way.
+MAX_PENALTY = 2.0
 # vLLM raises temperatures between GREEDY_TEMPERATURE and this value to this value.
 MIN_TEMPERATURE = 1e-2
 
 
+# The penalties of a spec, and the value that switches each off.
+PENALTIES_OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """The sampling distribution of one request. Order: temperature, min-p, top-k, top-p on what top-k left.
+    """The sampling distribution of one request. Order: penalties, temperature, min-p, top-k, top-p on what
+    top-k left.
 
     Raises `ValueError` on construction for a value no sampler accepts; the message names the field.
     """
@@ -44,6 +51,12 @@ class SamplingSpec:
     """Ids tied at the cut: `share` keeps exactly k (or the minimal count) of weight, spread evenly over the
     tied group; `all` keeps the whole group with full weight.
     """
+    repetition_penalty: float = 1.0
+    """Of ids seen in the prompt or the response: divides positive logits, multiplies others. 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logits of ids seen in the response. In [-2, 2]; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted as often as the id stands in the response. In [-2, 2]; 0 is off."""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, low=0.0, high=math.inf)
@@ -71,6 +84,13 @@ class SamplingSpec:
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         if self.ties not in ("share", "all"):
             raise ValueError(f"ties={self.ties!r}: expected 'share' or 'all'.")
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf)
+        if self.repetition_penalty <= 0.0:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: expected a number > 0; 1.0 is off."
+            )
+        _check_number("presence_penalty", self.presence_penalty, low=-MAX_PENALTY, high=MAX_PENALTY)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-MAX_PENALTY, high=MAX_PENALTY)
 
     @property
     def effective_temperature(self) -> float:
@@ -95,6 +115,21 @@ class SamplingSpec:
         return self.effective_top_k is not None or self.effective_top_p is not None or self.min_p > 0.0
 
     @property
+    def penalises(self) -> bool:
+        """Do logits depend on the tokens before a position?"""
+        return bool(self.penalty_fields)
+
+    @property
+    def penalty_fields(self) -> str:
+        """The penalties that are on, as `field=value`, for messages."""
+        on = {name: getattr(self, name) for name, off in PENALTIES_OFF.items() if getattr(self, name) != off}
+        return ", ".join(f"{name}={value}" for name, value in on.items())
+
+    def without_penalties(self) -> SamplingSpec:
+        """The distribution of logits that are penalised already."""
+        return replace(self, **PENALTIES_OFF) if self.penalises else self
+
+    @property
     def top_p_cut(self) -> float:
         """Mass which the ids above must not reach for an id to be kept: `top_p` less the rounding band.
 
@@ -112,8 +147,9 @@ class SamplingSpec:
         return math.log(self.min_p * (1.0 - CUT_SLACK)) if self.min_p > 0.0 else -math.inf
 
     def unfiltered(self) -> SamplingSpec:
-        """The same temperature without truncation (what a reference policy is scored under)."""
-        return SamplingSpec(temperature=self.effective_temperature, ties=self.ties)
+        """The same penalties and temperature without truncation (what a reference policy is scored under)."""
+        penalties = {name: getattr(self, name) for name in PENALTIES_OFF}
+        return SamplingSpec(temperature=self.effective_temperature, ties=self.ties, **penalties)
 
     def to_vllm(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's `SamplingParams` that draw from this distribution and return its
@@ -122,12 +158,14 @@ class SamplingSpec:
         The engine must run with `logprobs_mode="processed_logprobs"`; `logprobs=0` returns the sampled id's
         entry.
         """
+        penalties = {name: float(getattr(self, name)) for name in PENALTIES_OFF} if self.penalises else {}
         return {
             "temperature": self.effective_temperature,
             "top_k": self.effective_top_k or 0,
             "top_p": self.effective_top_p or 1.0,
             "min_p": float(self.min_p),
             "logprobs": 0,
+            **penalties,
         }
 
 
@@ -154,6 +192,12 @@ class RowSampling:
     any_top_p: bool
     any_min_p: bool
     ties: Ties = "share"
+    repetition_penalty_t: torch.Tensor | None = None
+    """`[t]` float32; None, as all three then are: no row has a penalty."""
+    presence_penalty_t: torch.Tensor | None = None
+    """`[t]` float32."""
+    frequency_penalty_t: torch.Tensor | None = None
+    """`[t]` float32."""
 
     @staticmethod
     def of(specs: Sequence[SamplingSpec], device: torch.device | str = "cpu") -> RowSampling:
@@ -165,6 +209,11 @@ class RowSampling:
         def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        penalties = {
+            f"{name}_t": tensor([getattr(spec, name) for spec in specs], torch.float32)
+            for name in PENALTIES_OFF
+            if any(spec.penalises for spec in specs)
+        }
         cuts = [math.inf if spec.effective_top_p is None else spec.top_p_cut for spec in specs]
         return RowSampling(
             temperature_t=tensor([spec.effective_temperature for spec in specs], torch.float32),
@@ -176,6 +225,7 @@ class RowSampling:
             any_top_p=any(spec.effective_top_p is not None for spec in specs),
             any_min_p=any(spec.min_p > 0 for spec in specs),
             ties=specs[0].ties,
+            **penalties,
         )
 
     @property
@@ -188,10 +238,24 @@ class RowSampling:
         """Can any row drop an id?"""
         return self.max_top_k > 0 or self.any_top_p or self.any_min_p
 
+    @property
+    def penalises(self) -> bool:
+        """Has any row a penalty?"""
+        return bool(self.penalty_fields)
+
+    @property
+    def penalty_fields(self) -> str:
+        """The penalties that some row may have, for messages."""
+        return ", ".join(name for name in PENALTIES_OFF if getattr(self, f"{name}_t") is not None)
+
+    def without_penalties(self) -> RowSampling:
+        """The distributions of logits that are penalised already."""
+        return replace(self, **{f"{name}_t": None for name in PENALTIES_OFF})
+
     def rows(self, chunk: slice) -> RowSampling:
         """The parameters of some rows; the flags stay those of the whole."""
-        names = ("temperature_t", "top_k_t", "top_p_cut_t", "min_p_cut_t")
-        return replace(self, **{name: getattr(self, name)[chunk] for name in names})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_t")}
+        return replace(self, **{name: v[chunk] for name, v in tensors.items() if v is not None})
 
 
 def _check_number(name: str, value: Any, *, low: float, high: float) -> None:

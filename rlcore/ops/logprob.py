@@ -17,6 +17,17 @@ from torch.autograd.function import once_differentiable
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.ops.filter import find_support
 from rlcore.ops.passes import EAGER, Passes, compute_dtype, select_passes, temper
+from rlcore.ops.penalties import PenaltyTokens, penalised_logits
+from rlcore.ops.replay import (
+    REPLAY_MODES,
+    LocalTargets,
+    Replayed,
+    ReplayedRows,
+    ReplayMode,
+    SamplingMask,
+    replay_rows,
+    write_replayed_gradient_,
+)
 from rlcore.ops.rows import RowParams, RowStats, Support
 from rlcore.sampling import RowSampling, SamplingSpec
 
@@ -74,43 +85,46 @@ def vocab_parallel_logprob(
     tp_group: Group = None,
     vocab: VocabShard | None = None,
     *,
+    replay: SamplingMask | None = None,
+    replay_mode: ReplayMode = "replay",
+    penalties: PenaltyTokens | None = None,
     entropy: bool = False,
     backend: str = "auto",
     validate: bool | None = None,
 ) -> TokenLogprobs:
     """Truncated and plain log-probability of each target, exact under TP.
 
-    Maths: z = logits / T; support = min-p, then top-k, then top-p of what is left; logprob = z[target] -
-        lse(support).
-    Shapes: `logits_tv [t, v]`, this rank's columns, any strides; `target_t [t]`, ids of the whole vocabulary;
-        both entropies are `[t]`.
-    Dtypes: logits of any float dtype; maths and results in float32 (float64 for float64 logits); target
-        int64.
+    Maths: z = penalised logits / T; support = min-p, then top-k, then top-p of what is left, or the ids of
+        `replay` and the target; logprob = z[target] - lse(support).
+    Shapes: `logits_tv [t, v]`, this rank's columns, any strides; `target_t [t]`, ids of the whole vocabulary.
+    Dtypes: logits of any float dtype; maths and results in float32 (float64 for float64 logits).
     Layout: `vocab` says which ids the columns are; None takes shards of one width in rank order, without
-        padding. `t` and the target are the same on all ranks of `tp_group`; `t` and V need not divide by
-        anything.
-    Collectives: over `tp_group`, from the spec alone: one all-gather of 5 numbers a token (6 + k with top_k
-        <= 1024); one all-reduce of 3 numbers for min-p alone; four all-reduces of 512 numbers for each of a
-        larger top-k and a top-p without a small top-k, and one of 1 number with `entropy`. Backward: none.
-    Backward: writes `[t, v]` from the logits and O(t) saved numbers; differentiable in `logits_tv` through
-        logprob, unfiltered logprob, log mass and both entropies (the support is held constant). Once.
-    Mutates: nothing.
+        padding. `t`, targets, replay and penalties are the same on all ranks; `t` and V need not divide.
+    Collectives: over `tp_group`, those of `find_support`; with replay one all-gather of 6 numbers and one of
+        4 float64 a token. Backward: none.
+    Backward: writes `[t, v]` from the logits, O(t) saved numbers and the replayed ids; differentiable in
+        `logits_tv` through all but keep and count (the support is held constant). Once.
+    Mutates: nothing. Penalties make one copy of the logits.
 
+    `replay_mode`: `recompute` and `audit` search as if there were no replay (`audit_supports` compares both).
     `validate`: check shapes, ids and rows and raise; it reads values back, so None checks CPU tensors only.
     Without it a broken row gives NaN in `unfiltered_logprob_t` for the caller to refuse.
 
-    Raises `ValueError` for mixed shapes, target ids outside [0, V), and rows with NaN, +inf, or nothing
-    finite; the message names the row.
+    Raises `ValueError` for mixed shapes, ids outside [0, V), rows with NaN, +inf, or nothing finite, a mask
+    that does not fit, penalties without the tokens they count; the message names the row or the field.
     """
-    vocab = vocab or VocabShard(
-        start=group_rank(tp_group) * _width(logits_tv), vocab_size=_whole_width(logits_tv, tp_group)
-    )
+    vocab = vocab or _equal_shard(logits_tv, tp_group)
     _check_shapes(logits_tv, target_t)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
-    if validate:
-        check_targets(target_t, vocab.vocab_size)
     passes = select_passes(backend, logits_tv)
-    outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, spec, (tp_group, vocab), entropy)
+    replay = replay if _replays(replay_mode) else None
+    if validate:
+        _check_ids(target_t, vocab.vocab_size, replay, penalties)
+    if spec.penalises and penalties is not None:
+        logits_tv = penalised_logits(logits_tv, penalties, spec, vocab.start)
+        spec = spec.without_penalties()
+    distribution = spec if replay is None else Replayed(spec, replay)
+    outputs = _TruncatedLogprob.apply(logits_tv, target_t, passes, distribution, (tp_group, vocab), entropy)
     result = TokenLogprobs(
         logprob_t=outputs[0],
         unfiltered_logprob_t=outputs[1],
@@ -125,6 +139,15 @@ def vocab_parallel_logprob(
     return result
 
 
+def _replays(replay_mode: str) -> bool:
+    """Is the mask used? Raises `ValueError` naming the modes there are for one that is not."""
+    if replay_mode not in REPLAY_MODES:
+        raise ValueError(
+            f"replay_mode={replay_mode!r}: expected one of {', '.join(map(repr, REPLAY_MODES))}."
+        )
+    return replay_mode == "replay"
+
+
 def check_rows(result: TokenLogprobs, first_row: int = 0) -> None:
     """Raises `ValueError` naming the first row whose logits were NaN, +inf or all -inf. The same on every TP
     rank. `first_row`: the whole's row that the result's first one is.
@@ -133,8 +156,8 @@ def check_rows(result: TokenLogprobs, first_row: int = 0) -> None:
     if broken_t.any():
         row = first_row + int(broken_t.nonzero()[0])
         raise ValueError(
-            f"logits row {row} has a NaN or +inf, or no finite entry ({int(broken_t.sum())} of "
-            f"{len(broken_t)} rows do): "
+            f"logits row {row} has a NaN or +inf, or no finite entry (under replay: among its kept ids) ("
+            f"{int(broken_t.sum())} of {len(broken_t)} rows do): "
             "the model's output is broken. Check the weights, the learning rate and the input of that row."
         )
 
@@ -154,21 +177,27 @@ class ScoredRows:
     """`[t]` bool."""
     target_z_t: torch.Tensor
     """`[t]`: the target's tempered logit."""
+    replayed: ReplayedRows | None = None
+    """The support that was replayed; None when it was searched."""
 
 
 def score_rows(
     passes: Passes,
     logits_tv: torch.Tensor,
     target_t: torch.Tensor,
-    spec: SamplingSpec | RowSampling,
+    spec: SamplingSpec | RowSampling | Replayed,
     tp_group: Group,
     vocab: VocabShard,
     entropy: bool,
 ) -> tuple[TokenLogprobs, ScoredRows]:
-    """The op without autograd; `rows_gradient` is its backward."""
-    real_tv = real_columns(logits_tv, vocab)
+    """The op without autograd and penalties; `rows_gradient` is its backward."""
+    columns_tv = real_tv = real_columns(logits_tv, vocab)
     dtype = compute_dtype(logits_tv)
+    mask = None
+    if isinstance(spec, Replayed):
+        spec, mask = spec.spec, spec.mask
     params = RowParams.of(spec, logits_tv, vocab.vocab_size, dtype)
+    params = params if mask is None else params.untruncated()
     here_t, column_t = _local_column(target_t, real_tv.shape[1], vocab)
     if real_tv.shape[1] == 0:
         # A shard of padding only: one banned id, so that the passes have something to read.
@@ -176,28 +205,51 @@ def score_rows(
     picked_t = temper(real_tv.gather(1, column_t[:, None]), params.temperature_t)[:, 0]
     z_t = torch.where(here_t, picked_t, -math.inf)
     z_t, stats, support = find_support(passes, real_tv, z_t, params, tp_group, entropy)
+    replayed = None
+    if mask is not None:
+        targets = LocalTargets(start=vocab.start, here_t=here_t, column_t=column_t)
+        replayed = replay_rows(columns_tv, mask, targets, params.temperature_t, stats, tp_group, entropy)
+    saved = ScoredRows(
+        params=params,
+        stats=stats,
+        support=support if replayed is None else replayed.support(dtype),
+        here_t=here_t,
+        column_t=column_t,
+        keep_t=_kept(z_t, support) if replayed is None else z_t > -math.inf,
+        target_z_t=z_t,
+        replayed=replayed,
+    )
+    return _result(saved, entropy), saved
+
+
+def _kept(z_t: torch.Tensor, support: Support) -> torch.Tensor:
+    """`[t]` bool: the value is inside the support."""
     keep_t = (z_t > support.threshold_t) | ((z_t == support.threshold_t) & (support.share_t > 0))
-    keep_t = keep_t & (z_t > -math.inf)
-    y_t = z_t - stats.max_t
-    result = TokenLogprobs(
-        logprob_t=torch.where(keep_t, y_t - support.log_sum_t, -math.inf),
-        unfiltered_logprob_t=y_t - stats.log_sum_t,
-        keep_t=keep_t,
-        log_mass_t=(support.log_sum_t - stats.log_sum_t).clamp(max=0.0),
+    return keep_t & (z_t > -math.inf)
+
+
+def _result(saved: ScoredRows, entropy: bool) -> TokenLogprobs:
+    """The numbers of each token from what is known of its row."""
+    stats, support, replayed = saved.stats, saved.support, saved.replayed
+    y_t = saved.target_z_t - stats.max_t
+    logprob_t = y_t - support.log_sum_t
+    unfiltered_t = y_t - stats.log_sum_t
+    log_mass_t = support.log_sum_t - stats.log_sum_t
+    if replayed is not None:
+        # Replayed ids may lie far below the row's largest: float32 differences would lose digits there.
+        logprob_t = saved.target_z_t.double() - stats.max_t.double() - replayed.log_sum_t
+        logprob_t = logprob_t.to(y_t.dtype)
+        log_mass_t = (replayed.log_sum_t - stats.sum_t.log()).to(y_t.dtype)
+        unfiltered_t = torch.where(replayed.log_sum_t.isnan(), math.nan, unfiltered_t)
+    return TokenLogprobs(
+        logprob_t=torch.where(saved.keep_t, logprob_t, -math.inf),
+        unfiltered_logprob_t=unfiltered_t,
+        keep_t=saved.keep_t,
+        log_mass_t=log_mass_t.clamp(max=0.0),
         num_kept_t=support.num_kept_t,
         entropy_t=support.entropy_t if entropy else None,
         unfiltered_entropy_t=stats.entropy_t if entropy else None,
     )
-    saved = ScoredRows(
-        params=params,
-        stats=stats,
-        support=support,
-        here_t=here_t,
-        column_t=column_t,
-        keep_t=keep_t,
-        target_z_t=z_t,
-    )
-    return result, saved
 
 
 def rows_gradient(
@@ -222,14 +274,17 @@ def rows_gradient(
     if width == 0:
         return torch.zeros_like(logits_tv, memory_format=torch.contiguous_format)
     arguments = (stats.max_t, support.threshold_t, support.share_t, terms_tc, entropy)
-    # The target's entry is written whole, in the compute dtype, not added to a rounded one.
-    ones_t = torch.ones_like(temperature_t)
-    target_t = EAGER.gradient(saved.target_z_t[:, None], None, ones_t, *arguments)[:, 0]
-    target_t = (target_t + grads[0] + grads[1]) / temperature_t
     grad_tv = passes.gradient(real_tv, None, temperature_t, *arguments)
-    old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
-    new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
-    grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
+    if saved.replayed is not None:
+        write_replayed_gradient_(grad_tv, real_tv, saved.replayed, stats, temperature_t, grads)
+    else:
+        # The target's entry is written whole, in the compute dtype, not added to a rounded one.
+        ones_t = torch.ones_like(temperature_t)
+        target_t = EAGER.gradient(saved.target_z_t[:, None], None, ones_t, *arguments)[:, 0]
+        target_t = (target_t + grads[0] + grads[1]) / temperature_t
+        old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
+        new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
+        grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
     return (
         torch.nn.functional.pad(grad_tv, (0, logits_tv.shape[1] - width))
         if width < logits_tv.shape[1]
@@ -265,7 +320,7 @@ class _TruncatedLogprob(torch.autograd.Function):
         logits_tv: torch.Tensor,
         target_t: torch.Tensor,
         passes: Passes,
-        spec: SamplingSpec | RowSampling,
+        spec: SamplingSpec | RowSampling | Replayed,
         shard: tuple[Group, VocabShard],
         entropy: bool,
     ) -> tuple[torch.Tensor, ...]:
@@ -306,12 +361,10 @@ def _local_column(target_t: torch.Tensor, width: int, vocab: VocabShard) -> tupl
     return here_t, torch.where(here_t, column_t, 0)
 
 
-def _width(logits_tv: torch.Tensor) -> int:
-    return logits_tv.shape[-1]
-
-
-def _whole_width(logits_tv: torch.Tensor, tp_group: Group) -> int:
-    return logits_tv.shape[-1] * group_size(tp_group)
+def _equal_shard(logits_tv: torch.Tensor, tp_group: Group) -> VocabShard:
+    """Shards of one width in rank order, without padding."""
+    width = logits_tv.shape[-1]
+    return VocabShard(start=group_rank(tp_group) * width, vocab_size=width * group_size(tp_group))
 
 
 def _check_shapes(logits_tv: torch.Tensor, target_t: torch.Tensor) -> None:
@@ -337,3 +390,13 @@ def check_targets(target_t: torch.Tensor, vocab_size: int) -> None:
             f"target {int(target_t[row])} in row {row} is outside the vocabulary [0, {vocab_size}). "
             "Give masked positions any valid id, such as 0."
         )
+
+
+def _check_ids(
+    target_t: torch.Tensor, vocab_size: int, replay: SamplingMask | None, penalties: PenaltyTokens | None
+) -> None:
+    check_targets(target_t, vocab_size)
+    if replay is not None:
+        replay.check(target_t.shape[0], vocab_size)
+    if penalties is not None:
+        penalties.check(target_t.shape[0], vocab_size)

@@ -7,6 +7,7 @@ Gradients come from plain autograd, so nothing here shares a formula with the fa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -20,13 +21,65 @@ def reference_logprob(logits_tv: torch.Tensor, target_t: torch.Tensor, spec: Sam
     Returns float64 fields; differentiable in `logits_tv`. An all -inf row or a NaN is an error naming the
     row.
     """
+    z_tv = _tempered(logits_tv, spec)
+    weight_tv = (
+        torch.stack([support_weights(row, spec) for row in z_tv.detach()]) if len(z_tv) else z_tv.detach()
+    )
+    return _score(z_tv, weight_tv, target_t)
+
+
+def reference_replay(
+    logits_tv: torch.Tensor, target_t: torch.Tensor, spec: SamplingSpec, kept_ids: Sequence[Sequence[int]]
+) -> TokenLogprobs:
+    """`reference_logprob` with the support of each row given: its kept ids and the target, less what is
+    banned.
+    """
+    z_tv = _tempered(logits_tv, spec)
+    weight_tv = torch.zeros_like(z_tv.detach())
+    for row, kept in enumerate(kept_ids):
+        for token_id in {*kept, int(target_t[row])}:
+            weight_tv[row, token_id] = float(z_tv[row, token_id] > -math.inf)
+        if not weight_tv[row].any():
+            raise ValueError(f"row {row}: every id of its support is banned.")
+    return _score(z_tv, weight_tv, target_t)
+
+
+def reference_penalised(
+    logits_tv: torch.Tensor,
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    specs: Sequence[SamplingSpec],
+) -> torch.Tensor:
+    """float64 logits after the penalties, from each row's own prompt, earlier response and parameters.
+
+    Repetition, then frequency, then presence, each over a whole row of counts, as vLLM's sampler does.
+    """
+    out = []
+    for z_v, prompt, response, spec in zip(logits_tv.double(), prompt_ids, response_ids, specs, strict=True):
+        in_prompt_v, count_v = torch.zeros_like(z_v).bool(), torch.zeros_like(z_v)
+        for token_id in prompt:
+            in_prompt_v[token_id] = True
+        for token_id in response:
+            count_v[token_id] += 1
+        seen_v = in_prompt_v | (count_v > 0)
+        factor_v = torch.where(z_v > 0, 1.0 / spec.repetition_penalty, spec.repetition_penalty)
+        z_v = torch.where(seen_v, z_v * factor_v, z_v)
+        z_v = z_v - spec.frequency_penalty * count_v
+        out.append(z_v - spec.presence_penalty * (count_v > 0))
+    return torch.stack(out) if out else logits_tv.double()
+
+
+def _tempered(logits_tv: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
+    """float64 logits over the temperature; an error naming the first row that nothing can be scored in."""
     z_tv = logits_tv.double() / spec.effective_temperature
     bad = ~(torch.isfinite(z_tv) | torch.isneginf(z_tv)).all(dim=1) | torch.isneginf(z_tv).all(dim=1)
     if bad.any():
         raise ValueError(f"row {int(bad.nonzero()[0])}: a NaN or +inf logit, or no finite logit.")
-    weight_tv = (
-        torch.stack([support_weights(row, spec) for row in z_tv.detach()]) if len(z_tv) else z_tv.detach()
-    )
+    return z_tv
+
+
+def _score(z_tv: torch.Tensor, weight_tv: torch.Tensor, target_t: torch.Tensor) -> TokenLogprobs:
+    """Everything that is said about a token, from tempered logits and the weight of each id."""
     rows = torch.arange(len(z_tv), device=z_tv.device)
 
     lse_t = torch.logsumexp(z_tv, dim=1)

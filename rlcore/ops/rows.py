@@ -6,7 +6,7 @@ y is a tempered logit relative to the largest of its whole row.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -43,8 +43,13 @@ class RowParams:
         spec: SamplingSpec | RowSampling, logits_tv: torch.Tensor, vocab_size: int, dtype: torch.dtype
     ) -> RowParams:
         """The parameters for these rows. A top-k of at least `vocab_size` is off. `ValueError` on a wrong row
-        count.
+        count, and on penalties: they belong to the logits, so whoever applies them takes them off the spec.
         """
+        if spec.penalises:
+            raise ValueError(
+                f"{spec.penalty_fields} counts the tokens before each position: pass them as "
+                "`penalties=PenaltyTokens.of(...)`, or switch the penalty off."
+            )
         num_rows, device = logits_tv.shape[0], logits_tv.device
         if isinstance(spec, RowSampling):
             return _from_rows(spec, num_rows, vocab_size, dtype, device)
@@ -71,6 +76,10 @@ class RowParams:
     def truncates(self) -> bool:
         """Can any row drop an id?"""
         return self.max_top_k > 0 or self.any_top_p or self.any_min_p
+
+    def untruncated(self) -> RowParams:
+        """The same temperatures, with every filter off."""
+        return replace(self, max_top_k=0, all_top_k=False, any_top_p=False, any_min_p=False)
 
     def rows(self, row_u: torch.Tensor) -> RowParams:
         """The parameters of some rows."""

@@ -1,0 +1,259 @@
+"""Replay: the ids that the sampler itself kept, instead of a search for them.
+
+The support of a row is exactly its listed ids, each with weight 1, and the target, which the sampler drew and
+so kept. `vocab_parallel_logprob(..., replay=mask)` scores under it; this file holds what differs from a
+searched support: sums over a few listed entries, and their terms in the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from rlcore.collectives import Group, all_gather
+from rlcore.ops.entries import ListedEntries
+from rlcore.ops.passes import finite
+from rlcore.ops.rows import RowStats, Support
+from rlcore.sampling import RowSampling, SamplingSpec
+
+ReplayMode = Literal["recompute", "replay", "audit"]
+REPLAY_MODES: tuple[str, ...] = get_args(ReplayMode)
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """The ids each row's sampler kept, row after row (CSR), as rollout engines return them.
+
+    An id listed twice in a row counts once. Keep `offsets` on the host: then `rows` reads nothing back from a
+    device.
+    """
+
+    token_ids: torch.Tensor
+    """`[n]` int32 or int64: ids of the whole vocabulary, in any order within a row."""
+    offsets: torch.Tensor
+    """`[t + 1]` int32 or int64: row i lists `token_ids[offsets[i] : offsets[i + 1]]`."""
+
+    @staticmethod
+    def from_lists(rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SamplingMask:
+        """One list of ids per row; the ids go to `device`, the offsets stay on the host."""
+        counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
+        flat = [token_id for row in rows for token_id in row]
+        return SamplingMask(torch.tensor(flat, dtype=torch.int32, device=device), counts.cumsum(dim=0))
+
+    @property
+    def num_rows(self) -> int:
+        """t."""
+        return self.offsets.shape[0] - 1
+
+    def rows(self, chunk: slice) -> SamplingMask:
+        """The mask of some consecutive rows. Reads two offsets. `ValueError` for a slice with a step."""
+        start, stop, step = chunk.indices(self.num_rows)
+        if step != 1:
+            raise ValueError(f"rows {chunk} of a SamplingMask: expected consecutive rows (a step of 1).")
+        offsets = self.offsets[start : max(start, stop) + 1]
+        return SamplingMask(self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def check(self, num_rows: int, vocab_size: int, needed_t: torch.Tensor | None = None) -> None:
+        """Raises `ValueError` with row and value for a mask that does not fit. Reads values back: for the
+        border.
+
+        `needed_t [t]` bool: rows that must list something; None means all. Prompt and padding rows of a batch
+        have no sampler and may be empty, provided that the loss masks them: their support is the target.
+        """
+        _check_tensors(self)
+        if self.num_rows != num_rows:
+            raise ValueError(
+                f"replay offsets describe {self.num_rows} rows, the logits have {num_rows}: expected "
+                f"{num_rows + 1} offsets, got {self.num_rows + 1}."
+            )
+        count_t = self.offsets[1:] - self.offsets[:-1]
+        if (count_t < 0).any():
+            row = int((count_t < 0).nonzero()[0])
+            raise ValueError(
+                f"replay offsets fall from {int(self.offsets[row])} to {int(self.offsets[row + 1])} in row "
+                f"{row}: expected offsets that never fall."
+            )
+        first, last, num_ids = int(self.offsets[0]), int(self.offsets[-1]), self.token_ids.shape[0]
+        if first != 0 or last != num_ids:
+            raise ValueError(
+                f"replay offsets run from {first} to {last} for {num_ids} ids: expected 0 to {num_ids}."
+            )
+        empty_t = count_t == 0 if needed_t is None else (count_t == 0) & needed_t.to(count_t.device)
+        if empty_t.any():
+            row = int(empty_t.nonzero()[0])
+            raise ValueError(
+                f"replay row {row} lists no id ({int(empty_t.sum())} of {num_rows} rows do not): the sampler "
+                "keeps at least one. Pass the row's kept ids, or say with `needed_t` that the loss masks it."
+            )
+        bad_n = (self.token_ids < 0) | (self.token_ids >= vocab_size)
+        if bad_n.any():
+            index = int(bad_n.nonzero()[0])
+            row = int(torch.searchsorted(self.offsets[1:].contiguous(), index, right=True))
+            raise ValueError(
+                f"replay id {int(self.token_ids[index])} in row {row} is outside the vocabulary [0, "
+                f"{vocab_size}). Pass ids of the whole vocabulary, not a shard's columns."
+            )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A sampling distribution whose support is given: what the op takes in place of a spec."""
+
+    spec: SamplingSpec | RowSampling
+    """Its temperature counts; its top-k, top-p and min-p are replaced by the mask."""
+    mask: SamplingMask
+
+    def rows(self, chunk: slice) -> Replayed:
+        """The same for some consecutive rows."""
+        spec = self.spec.rows(chunk) if isinstance(self.spec, RowSampling) else self.spec
+        return Replayed(spec, self.mask.rows(chunk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTargets:
+    """The targets as this shard sees them."""
+
+    start: int
+    """Id of the shard's first column."""
+    here_t: torch.Tensor
+    """`[t]` bool: the target is one of its columns."""
+    column_t: torch.Tensor
+    """`[t]` int64: which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedRows:
+    """The replayed support of each row: the mask and O(t) numbers, float64, relative to the row's largest."""
+
+    mask: SamplingMask
+    targets: LocalTargets
+    log_sum_t: torch.Tensor
+    """`[t]` float64: log of the sum of exp(y) over the support; NaN where all of it is banned."""
+    entropy_t: torch.Tensor
+    """`[t]` float64; meaningless unless it was asked for."""
+    num_kept_t: torch.Tensor
+    """`[t]` int64: ids of the support that are not banned."""
+
+    def support(self, dtype: torch.dtype) -> Support:
+        """For the passes: nothing lies above the threshold, so they write the whole row's terms alone."""
+        return Support(
+            threshold_t=torch.full(self.log_sum_t.shape, math.inf, dtype=dtype, device=self.log_sum_t.device),
+            share_t=torch.zeros(self.log_sum_t.shape, dtype=dtype, device=self.log_sum_t.device),
+            log_sum_t=self.log_sum_t.to(dtype),
+            num_kept_t=self.num_kept_t,
+            entropy_t=self.entropy_t.to(dtype),
+        )
+
+
+def replayed_entries(mask: SamplingMask, targets: LocalTargets, width: int) -> ListedEntries:
+    """The listed entries and after them the targets, as columns of a shard of `width` real columns."""
+    here_t, num_rows = targets.here_t, mask.num_rows
+    offsets = mask.offsets.to(here_t.device)
+    index_n = torch.arange(mask.token_ids.shape[0], device=here_t.device, dtype=offsets.dtype)
+    row_n = torch.searchsorted(offsets[1:].contiguous(), index_n, right=True)
+    # An unchecked mask may list ids beyond its last row: those are nobody's.
+    id_n = torch.where(row_n < num_rows, mask.token_ids.to(here_t.device).long(), -1)
+    listed = ListedEntries.of(row_n.clamp(max=num_rows - 1), id_n, targets.start, width)
+    return ListedEntries(
+        row_n=torch.cat([listed.row_n, torch.arange(num_rows, device=here_t.device)]),
+        column_n=torch.cat([listed.column_n, targets.column_t]),
+        here_n=torch.cat([listed.here_n, here_t]),
+    )
+
+
+def replay_rows(
+    real_tv: torch.Tensor,
+    mask: SamplingMask,
+    targets: LocalTargets,
+    temperature_t: torch.Tensor,
+    stats: RowStats,
+    tp_group: Group,
+    entropy: bool,
+) -> ReplayedRows:
+    """The replayed support of each row, the same on every rank.
+
+    Maths: log_sum = log of the sum of exp(z - max) over the listed ids and the target, each id once.
+    Shapes: `real_tv [t, v]`, this rank's real columns; a mask of n ids in t rows. O((n + t) log(n + t)) work.
+    Dtypes: z in the compute dtype, sums in float64 relative to the largest listed value.
+    Layout: every rank holds the whole mask and reads the ids of its own shard.
+    Collectives: over `tp_group`, one all-gather of 4 float64 a token. Backward: none; see
+        `write_replayed_gradient_`.
+    Mutates: nothing.
+    """
+    entries, first_n = replayed_entries(mask, targets, real_tv.shape[1]).once(real_tv.shape[1])
+    z_n = (entries.gather(real_tv) / temperature_t[entries.row_n]).double()
+    counts_n = first_n & (z_n > -math.inf)
+    nothing_t = torch.zeros(temperature_t.shape, dtype=torch.float64, device=real_tv.device)
+    max_t = (nothing_t - math.inf).scatter_reduce(0, entries.row_n, z_n, "amax")
+    y_n = z_n - torch.where(torch.isneginf(max_t), 0.0, max_t)[entries.row_n]
+    exp_n = torch.where(counts_n, y_n.exp(), 0.0)
+
+    def row_sum(value_n: torch.Tensor) -> torch.Tensor:
+        return nothing_t.index_add(0, entries.row_n, value_n)
+
+    weighted_t = row_sum(exp_n * finite(y_n)) if entropy else nothing_t
+    local_t4 = torch.stack([max_t, row_sum(exp_n), weighted_t, row_sum(counts_n.double())], dim=1)
+    max_rt, sum_rt, weighted_rt, count_rt = all_gather(local_t4, tp_group).unbind(dim=2)
+    max_t = max_rt.amax(dim=0)
+    shift_rt = torch.where(torch.isneginf(max_rt), -math.inf, max_rt - max_t)
+    sum_t = (sum_rt * shift_rt.exp()).sum(dim=0)
+    log_sum_t = torch.where(sum_t > 0, sum_t.log(), math.nan)
+    weighted_t = (shift_rt.exp() * (weighted_rt + sum_rt * finite(shift_rt))).sum(dim=0)
+    return ReplayedRows(
+        mask=mask,
+        targets=targets,
+        log_sum_t=max_t - stats.max_t.double() + log_sum_t,
+        entropy_t=log_sum_t - weighted_t / sum_t,
+        num_kept_t=count_rt.sum(dim=0).long(),
+    )
+
+
+def write_replayed_gradient_(
+    grad_tv: torch.Tensor,
+    real_tv: torch.Tensor,
+    replayed: ReplayedRows,
+    stats: RowStats,
+    temperature_t: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+) -> None:
+    """Overwrites the support's entries of a gradient that holds the whole row's terms alone.
+
+    `grads`: of logprob, unfiltered logprob, log mass, both entropies. Every entry is written whole, rounded
+    to the gradient's dtype once. O(n + t) work, nothing is sent.
+    """
+    targets = replayed.targets
+    entries = replayed_entries(replayed.mask, targets, real_tv.shape[1])
+    row_n = entries.row_n
+    y_n = (entries.gather(real_tv) / temperature_t[row_n]).double() - stats.max_t.double()[row_n]
+    logprob_t, unfiltered_t, mass_t, entropy_t, whole_entropy_t = (grad.double() for grad in grads)
+    whole_log_t = stats.sum_t.log()
+
+    def term(
+        log_sum_t: torch.Tensor, scale_t: torch.Tensor, slope_t: torch.Tensor, own_entropy_t: torch.Tensor
+    ) -> torch.Tensor:
+        # dH/dz = -p (z - E[z]), E[z] = log - H.
+        p_n = (y_n - log_sum_t[row_n]).exp()
+        shifted_n = finite(y_n) - (log_sum_t - own_entropy_t)[row_n]
+        return p_n * (scale_t[row_n] - slope_t[row_n] * shifted_n)
+
+    is_target_n = targets.here_t[row_n] & (entries.column_n == targets.column_t[row_n])
+    value_n = torch.where(is_target_n, (logprob_t + unfiltered_t)[row_n], 0.0)
+    value_n = value_n + term(replayed.log_sum_t, mass_t - logprob_t, entropy_t, replayed.entropy_t)
+    value_n = value_n + term(whole_log_t, -mass_t - unfiltered_t, whole_entropy_t, stats.entropy_t.double())
+    entries.write_(grad_tv, value_n / temperature_t[row_n])
+
+
+def _check_tensors(mask: SamplingMask) -> None:
+    for name in ("token_ids", "offsets"):
+        value = getattr(mask, name)
+        if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"SamplingMask.{name} is {value.dtype} of shape {tuple(value.shape)}: expected a flat "
+                "int32 or int64 tensor."
+            )
+    if mask.offsets.shape[0] == 0:
+        raise ValueError("SamplingMask.offsets is empty: expected one offset more than there are rows.")
