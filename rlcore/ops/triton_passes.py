@@ -20,8 +20,8 @@ import torch
 from rlcore.ops import triton_kernels
 from rlcore.ops.passes import BLOCK, Passes, compute_dtype
 
-# Blocks of a program. 4,096 columns are 32 logits for each of its 128 threads: in bfloat16 four 16-byte loads,
-# enough in flight to fill the memory bus, few enough to stay in registers.
+# Blocks of a program. 4,096 columns are 32 logits for each of its 128 threads, in bfloat16 four loads of 16
+# bytes: enough in flight to fill the memory bus, few enough to stay in registers.
 TILE_BLOCKS = 64
 NUM_WARPS = 4
 
