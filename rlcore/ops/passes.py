@@ -291,18 +291,24 @@ def compiled_passes() -> Passes:
     )
 
 
-BACKENDS = ("auto", "torch", "compile")
+BACKENDS = ("auto", "torch", "compile", "triton")
 # `auto` compiles on the CPU from this many logits on: below, the eager passes finish before a compiler would.
 COMPILE_FROM_ELEMENTS = 1 << 23
 
 
 def select_passes(backend: str, logits_tv: torch.Tensor) -> Passes:
-    """The implementation by name; `auto` compiles large inputs and runs small ones eagerly.
+    """The implementation by name. `auto`: Triton on a GPU where it is installed; else large inputs compiled,
+    small ones eager.
 
-    Raises `ValueError` naming the backends there are for one that is not.
+    Raises `ValueError` naming the backends there are for one that is not, or cannot run here.
     """
+    # Only now: it imports this file.
+    from rlcore.ops import triton_passes
+
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}.")
+    if backend == "triton" or (backend == "auto" and logits_tv.is_cuda and triton_passes.is_installed()):
+        return triton_passes.passes_for(logits_tv)
     if backend == "compile" or (backend == "auto" and logits_tv.numel() >= COMPILE_FROM_ELEMENTS):
         return compiled_passes()
     return EAGER
