@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = find_packages(include=["rlcore", "rlcore.*", "megatron_worker", "megatron_worker.*"])
-# The release that torch 2.13.0's CUDA builds name; its interpreter runs the kernels on machines without a GPU.
+# The release that torch 2.13.0's CUDA builds name. Its interpreter checks the kernels without a GPU.
 TRITON = 'triton==3.7.1; platform_system == "Linux"'
 CONFIG_FOLDERS = sorted({path.parent.name for path in Path(__file__).parent.glob("configs/*/*.yaml")})
 

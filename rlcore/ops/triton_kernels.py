@@ -33,10 +33,11 @@ def load_kernels() -> bool:
     """
     import triton
     import triton.language
+    from triton import knobs
 
     globals()["tl"] = triton.language
     globals().update({function.__name__: triton.jit(function) for function in _KERNELS})
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 # --- shared by the kernels; u: position among the picked rows, b: blocks of the tile, k: columns of a block
@@ -200,7 +201,7 @@ def pivot_sums(
     z_bk = _tempered(logits_ptr, row, row_stride, column_bk, width, tl.load(temperature_ptr + u))
     exp_bk = tl.exp(z_bk - tl.load(max_ptr + u))
     out_ptr += (u * num_tiles + tile) * (2 * NUM_PIVOTS)
-    for index in tl.static_range(NUM_PIVOTS):
+    for index in tl.static_range(NUM_PIVOTS):  # pyright: ignore[reportGeneralTypeIssues]
         above_bk = (z_bk >= tl.load(pivot_ptr + u * NUM_PIVOTS + index)) & (column_bk < width)
         tl.store(out_ptr + 2 * index, _mass(tl.where(above_bk, exp_bk, 0.0)))
         tl.store(out_ptr + 2 * index + 1, _number(above_bk))
@@ -231,7 +232,7 @@ def add_tiles(partial_ptr, out_ptr, num_tiles, NUM_SUMS: tl.constexpr, MAX_TILES
     """`[u, tiles, NUM_SUMS]` -> `[u, NUM_SUMS]`, one row a program, always in the same order."""
     u = tl.program_id(0).to(tl.int64)
     tile_i = tl.arange(0, MAX_TILES)
-    for index in tl.static_range(NUM_SUMS):
+    for index in tl.static_range(NUM_SUMS):  # pyright: ignore[reportGeneralTypeIssues]
         partial_i = tl.load(
             partial_ptr + (u * num_tiles + tile_i) * NUM_SUMS + index, mask=tile_i < num_tiles, other=0.0
         )
