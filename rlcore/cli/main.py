@@ -12,6 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from rlcore.cli.bench_command import add_bench_parser
+
 USER_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
 
@@ -22,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.command == "train":
             code = run_train(args, words)
+        elif args.command == "bench":
+            from rlcore.cli.bench_command import run_bench
+
+            code = run_bench(args, words)
         else:
             from rlcore.cli.plot import plot
 
@@ -52,6 +58,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     train.add_argument("--nproc", type=int, help="processes to start on this machine (the config's nproc)")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in run_dir")
     train.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_bench_parser(commands)
     plot = commands.add_parser("plot", help="draw the pictures of a run again")
     plot.add_argument("run", help="run folder")
     # Options and key=value words may come in any order, which argparse's positional lists do not allow.

@@ -1,0 +1,2 @@
+"""Tools that work on a checkout: the benchmark, the import rules, the model download. Not part of the wheel.
+"""

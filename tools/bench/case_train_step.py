@@ -1,0 +1,180 @@
+"""A whole `train_step` of the demo's model on Megatron: what share of it is our code."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rlcore.batch import TrainBatch
+from rlcore.collectives import Group, all_reduce_
+from rlcore.config import RunConfig, load_run_config
+from tools.bench.options import BenchOptions
+from tools.bench.ranks import CheckFailed, run_ranks
+
+Row = dict[str, Any]
+# The demo's own vocabulary, where Megatron does nearly everything, and `--vocab`, where the head does.
+DEMO_VOCAB = 14
+SEQUENCE_LENGTH = 32
+MICROBATCH_SEQUENCES = 8
+# Where our code is entered during a step: module, function, part of the report. What a checkout lacks is
+# skipped. A call inside another one belongs to the outer part.
+ENTRANCES = (
+    ("megatron_worker.forward_step", "score_logits", "op_forward"),
+    ("megatron_worker.forward_step", "microbatch_loss", "loss"),
+    ("rlcore.ops.linear_head", "score_rows", "op_forward"),
+    ("rlcore.ops.linear_head", "rows_gradient", "op_backward"),
+    ("rlcore.ops.logprob", "rows_gradient", "op_backward"),
+    ("megatron_worker.worker", "split_batch", "batch"),
+    ("megatron_worker.worker", "reduce_metrics", "metrics"),
+)
+PARTS = ("op_forward", "op_backward", "loss", "batch", "metrics")
+
+
+@dataclass
+class Spans:
+    """Seconds inside our code since the last `take`, by part."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    inside: bool = False
+
+    def timed(self, function: Any, part: str) -> Any:
+        """The function, its time added to the part unless a timed one called it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return function(*args, **kwargs)
+            self.inside, started = True, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside = False
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+        return run
+
+    def take(self) -> dict[str, float]:
+        """What came together; starts again from nothing."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+@contextmanager
+def timed_entrances(spans: Spans) -> Iterator[None]:
+    """Wraps every entrance of this checkout while the context is open."""
+    with ExitStack() as stack:
+        for module_name, name, part in ENTRANCES:
+            try:
+                module = importlib.import_module(module_name)
+            except ModuleNotFoundError:
+                continue
+            if hasattr(module, name):
+                wrapped = spans.timed(getattr(module, name), part)
+                stack.enter_context(mock.patch.object(module, name, wrapped))
+        yield
+
+
+def run_train_step(options: BenchOptions) -> list[Row]:
+    """TP as asked, one stage. `ValueError` where Megatron-core is not installed."""
+    try:
+        importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        raise ValueError("--case train_step needs megatron-core: pip install -e '.[megatron]'.") from error
+    rows = []
+    for vocab_size in (DEMO_VOCAB, options.vocab):
+        # A launch each: Megatron's parallel state is global.
+        rows += run_ranks(_train_rank, options.tp, options.device, options, vocab_size)[0]
+    return rows
+
+
+def _train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row]:
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(_config(options, vocab_size))
+    spans, steps = Spans(), []
+    try:
+        batch = _batch(options.tokens, vocab_size, worker.device)
+        with timed_entrances(spans):
+            for _ in range(options.repeats + 1):
+                spans.take()
+                all_reduce_(torch.zeros(1), "sum", group)
+                started = time.perf_counter()
+                result = worker.train_step(batch)
+                seconds = time.perf_counter() - started
+                if not result.stepped:
+                    raise CheckFailed(f"train_step: no step was taken: {result.reason}")
+                _check_metrics(result.metrics)
+                steps.append((seconds, spans.take()))
+    finally:
+        worker.close()
+    # The first step compiles and allocates.
+    return [_row(vocab_size, steps[1:], options)]
+
+
+def _config(options: BenchOptions, vocab_size: int) -> RunConfig:
+    """The demo's model in one stage; `configs/model/tiny.yaml` has the same numbers."""
+    return load_run_config(
+        {
+            "model": {
+                "vocab_size": vocab_size,
+                "num_layers": 2,
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "ffn_hidden_size": 128,
+                "max_position_embeddings": 64,
+                "tie_word_embeddings": False,
+            },
+            "parallel": {"tp": options.tp, "backend": "cuda" if options.device == "cuda" else "cpu"},
+            "sampling": {"top_k": 50, "top_p": 0.95},
+            "train": {"microbatch_size": MICROBATCH_SEQUENCES},
+        }
+    )
+
+
+def _batch(num_tokens: int, vocab_size: int, device: torch.device) -> TrainBatch:
+    """Random sequences, the second half of each a response; every token counts."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(1, num_tokens // SEQUENCE_LENGTH)
+    shape = (rows, SEQUENCE_LENGTH)
+    token_mask_sl = (torch.arange(SEQUENCE_LENGTH) >= SEQUENCE_LENGTH // 2).expand(shape).contiguous()
+    advantage_sl = torch.where(token_mask_sl, torch.randn(shape, generator=generator), 0.0)
+    return TrainBatch(
+        ids_sl=torch.randint(0, vocab_size, shape, generator=generator).to(device),
+        length_s=torch.full((rows,), SEQUENCE_LENGTH, device=device),
+        token_mask_sl=token_mask_sl.to(device),
+        sample_mask_s=torch.ones(rows, dtype=torch.bool, device=device),
+        advantage_sl=advantage_sl.to(device),
+        sampler_logprob_sl=torch.zeros(shape, device=device),
+    )
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    """Without old logprobs the ratio of every trained token is 1, so the step is what it should be."""
+    grad_norm = metrics["optimizer/grad_norm"]
+    if not (math.isfinite(metrics["loss/total"]) and math.isfinite(grad_norm) and grad_norm > 0):
+        raise CheckFailed(f"train_step: loss {metrics['loss/total']}, gradient norm {grad_norm}")
+    if abs(metrics["ratio/mean"] - 1) > 1e-6:
+        raise CheckFailed(f"train_step: a mean ratio of {metrics['ratio/mean']}, expected 1")
+
+
+def _row(vocab_size: int, steps: list[tuple[float, dict[str, float]]], options: BenchOptions) -> Row:
+    total = statistics.median(seconds for seconds, _ in steps)
+    parts = {part: statistics.median(spans.get(part, 0.0) for _, spans in steps) for part in PARTS}
+    if not (parts["op_forward"] > 0 and parts["op_backward"] > 0):
+        raise CheckFailed("train_step: the op was not seen; its entrances have moved, see ENTRANCES")
+    return {
+        "name": f"train_step_v{vocab_size}",
+        "fwd_bwd_s": total,
+        **{f"{part}_s": seconds for part, seconds in parts.items()},
+        "megatron_s": total - sum(parts.values()),
+        "our_share": sum(parts.values()) / total,
+        "tokens_per_s": options.tokens / total,
+    }
