@@ -11,8 +11,8 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_worker.architecture import Architecture
+from megatron_worker.fused_head import without_head
 from megatron_worker.hf_bridge import unwrap
-from megatron_worker.output_head import without_head
 from rlcore.config import ParallelConfig
 from rlcore.groups import ParallelGroups
 
@@ -113,7 +113,7 @@ class MegatronDecoder:
         return collected[0] if self.groups.is_last_stage else None
 
     def _hidden_states(self, ids_sl: torch.Tensor, position_sl: torch.Tensor) -> torch.Tensor:
-        """The stage's output before the head, `[L, S, D]`: with it, inference mode gathers the vocabulary."""
+        """The stage's output before the head, `[L, S, D]`: inference mode gathers the head's vocabulary."""
         with without_head(self._stage):
             return self._stage(
                 ids_sl, position_sl, None, inference_context=self._context, runtime_gather_output=True

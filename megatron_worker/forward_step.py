@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_worker.output_head import OutputHead
+from megatron_worker.fused_head import score_hidden, without_head
+from megatron_worker.hf_bridge import unwrap
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
+from rlcore.groups import ParallelGroups
 from rlcore.masks import actor_mask, kl_mask, why_tokens_left
 from rlcore.metrics import Max, Mean, Metric, Min, Sum, max_over, mean_over, min_over
 from rlcore.ops.kl import KLTerms, k3
-from rlcore.ops.logprob import TokenLogprobs
+from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.loss import PolicyTerms, clipped_policy_terms, token_sum_over
 from rlcore.sampling import SamplingSpec
 
@@ -55,6 +58,50 @@ def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: 
     data parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
     """
     return loss * (num_microbatches * dp_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """How the last stage gets from hidden states to `TokenLogprobs`."""
+
+    groups: ParallelGroups
+    vocab_size: int
+    """Real vocabulary size."""
+    fused: bool
+    """Score hidden states and the head's weight; the stage then runs without its head."""
+
+    def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
+        """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
+
+        Causal attention; right padding needs no mask.
+        """
+        with without_head(unwrap(model)) if self.fused else nullcontext():
+            return model(microbatch.input_ids_bl, microbatch.position_ids_bl, None)
+
+    def score(
+        self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec, entropy: bool
+    ) -> TokenLogprobs:
+        """The scored tokens of what `run` returned on the last stage."""
+        rest = (spec, self.groups, self.vocab_size, entropy)
+        if self.fused:
+            return score_hidden(unwrap(model), output, microbatch, *rest)
+        return score_logits(output, microbatch.target_t, *rest)
+
+
+def score_logits(
+    logits: torch.Tensor,
+    target_t: torch.Tensor,
+    spec: SamplingSpec,
+    groups: ParallelGroups,
+    vocab_size: int,
+    entropy: bool,
+) -> TokenLogprobs:
+    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data."""
+    logits_tv = logits.reshape(-1, logits.shape[-1])
+    vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
+    return vocab_parallel_logprob(
+        logits_tv, target_t, spec, groups.tp, vocab, entropy=entropy, validate=False
+    )
 
 
 def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:

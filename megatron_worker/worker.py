@@ -19,6 +19,7 @@ from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
     Denominators,
     LossReport,
+    OutputHead,
     make_scoring_step,
     make_train_step,
     neutral_metrics,
@@ -28,7 +29,6 @@ from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, sav
 from megatron_worker.microbatches import join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
-from megatron_worker.output_head import OutputHead
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import all_reduce_, raise_together
 from rlcore.config import RunConfig

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore.ops.linear_logprob import DIFFERENTIABLE, linear_logprob_loss, linear_vocab_parallel_logprob
-from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
+from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.passes import EAGER
 from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import RowSampling, SamplingSpec
@@ -48,6 +50,59 @@ def test_equals_the_reference_on_the_whole_logits(spec, chunk_tokens):
         assert_close(grads[1][:37], expected[1], 1e-9, (spec, name))
         assert not grads[1][37:].any(), "padding rows have a gradient"
     assert torch.equal(hidden, before[0]) and torch.equal(weight.nan_to_num(5), before[1].nan_to_num(5))
+
+
+SPEC_DRAWS = st.builds(
+    SamplingSpec,
+    temperature=st.sampled_from([0.5, 1.0, 1.75]),
+    top_k=st.sampled_from([None, 1, 3, 9]),
+    top_p=st.sampled_from([None, 0.2, 0.75, 0.99]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    ties=st.just("share"),
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    spec=st.lists(SPEC_DRAWS, min_size=9, max_size=9),
+    num_tokens=st.integers(1, 9),
+    vocab_size=st.integers(1, 40),
+    padding=st.integers(0, 3),
+    chunk_tokens=st.integers(1, 10),
+    tied=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_any_shape_and_parameters_equal_the_reference(
+    spec, num_tokens, vocab_size, padding, chunk_tokens, tied, seed
+):
+    """Parameters of each row, whole-number logits full of ties, widths and chunks that divide nothing."""
+    hidden, weight, target_t = make_head(num_tokens, vocab_size, 3, seed=seed, padding=padding)
+    if tied:
+        hidden.data.round_(), weight.data.round_()
+    specs, vocab = spec[:num_tokens], VocabShard(start=0, vocab_size=vocab_size)
+    weights = {name: w.double() for name, w in make_weights(num_tokens, seed=seed).items()}
+    rows = RowSampling.of(specs)
+    ours = linear_vocab_parallel_logprob(
+        hidden, weight, target_t, rows, None, vocab, entropy=True, chunk_tokens=chunk_tokens
+    )
+    loss, _ = linear_logprob_loss(
+        hidden, weight, target_t, rows, sum_of_chunk(weights), None, vocab,
+        entropy=True, chunk_tokens=chunk_tokens,
+    )  # fmt: skip
+    total = torch.zeros((), dtype=torch.float64)
+    for row, alone in enumerate(specs):
+        logits = hidden[row : row + 1] @ weight[:vocab_size].t()
+        one = reference_logprob(logits, target_t[row : row + 1], alone)
+        part = {
+            name: getattr(ours, name)[row : row + 1] for name in (*DIFFERENTIABLE, "keep_t", "num_kept_t")
+        }
+        assert_same_values(TokenLogprobs(**part), one, tolerance=1e-9, hint=(row, alone))
+        total = total + weighted_sum(one, {name: w[row : row + 1] for name, w in weights.items()})
+    expected = torch.autograd.grad(total, (hidden, weight))
+    for value in (weighted_sum(ours, weights), loss):
+        for grad, whole in zip(torch.autograd.grad(value, (hidden, weight)), expected, strict=True):
+            # A share of 1/3 is a float32 number in the op.
+            assert_close(grad.nan_to_num(7.0), whole.nan_to_num(7.0), 1e-6, specs)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
