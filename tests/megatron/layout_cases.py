@@ -62,7 +62,11 @@ def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig
             },
             "sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
             "loss": {"ratio_clip_max": 0.28, "entropy_metric": True, **loss},
-            "rollout": {"prompts_per_step": 2, "samples_per_prompt": NUM_SEQUENCES // 2},
+            "rollout": {
+                "prompts_per_step": 2,
+                "samples_per_prompt": NUM_SEQUENCES // 2,
+                "max_new_tokens": 16,
+            },
             # No clipping: gradients are read back from Megatron's buffers after the step.
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
             "train": {"microbatch_size": NUM_SEQUENCES // dp // num_microbatches, "steps": 3},

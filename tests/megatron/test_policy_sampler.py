@@ -43,6 +43,7 @@ def make_config(layout):
             },
             "parallel": {"tp": tp, "pp": pp, "sequence_parallel": sp, "backend": "cpu"},
             "sampling": {"temperature": 0.9, "top_k": 12, "top_p": 0.9},
+            "rollout": {"max_new_tokens": 16},
             "train": {"microbatch_size": 4},
         }
     )

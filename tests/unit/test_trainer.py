@@ -236,32 +236,6 @@ def test_the_run_folder(tmp_path):
     assert len(read_metrics(folder)) == 2
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "message"),
-    [
-        ("{tmp}/file/run", "cannot be written: .*file: Not a directory"),
-        ("{tmp}/file", "cannot be written: .*file: Not a directory"),
-        ("{tmp}/dangling", "cannot be written"),
-        ("/proc/nope/run", "cannot be written: /proc"),
-        ("{tmp}/" + "n" * 300, "cannot be written: .*too long"),
-        ("{tmp}/nul\0", "cannot be written: .*null byte"),
-        ("", "run_dir is empty"),
-    ],
-)
-def test_a_run_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path, run_dir, message):
-    tmp_path.joinpath("file").write_text("in the way")
-    tmp_path.joinpath("dangling").symlink_to(tmp_path / "nowhere")
-    config = toy_config(run_dir=run_dir.replace("{tmp}", str(tmp_path)))
-    with pytest.raises(ValueError, match=message):
-        check_run_folder(config, overwrite=True)
-
-
-def test_the_check_of_the_run_folder_leaves_nothing(tmp_path):
-    check_run_folder(toy_config(run_dir=str(tmp_path / "a" / "b")), overwrite=False)
-    check_run_folder(toy_config(run_dir=str(tmp_path)), overwrite=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def _train_ranks(rank, world_size, config):
     groups = ParallelGroups(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, world=dist.group.WORLD)
     worker, records = run(config, groups=groups)
@@ -337,39 +311,6 @@ def test_one_bad_reward_raises_on_every_rank():
     assert all("the reward function raised RuntimeError: boom" in result[2] for result in results)
 
 
-class PromptTask:
-    """Returns, or raises, what it was made with."""
-
-    def __init__(self, outcome):
-        self.outcome = outcome
-
-    def prompts(self, step, num_prompts):
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        return self.outcome
-
-
-def numbered(ids):
-    return [Prompt(ids=[3], group_id=id_) for id_ in ids]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "message"),
-    [
-        (numbered([0, 1]), r"gave 2 prompts, expected rollout.prompts_per_step=4"),
-        (numbered(range(8)), r"gave 8 prompts, expected rollout.prompts_per_step=4"),
-        ([], r"gave 0 prompts, expected rollout.prompts_per_step=4"),
-        (numbered([0, 5, 2, 5]), r"2 prompts have group_id=5"),
-        (None, r"prompts of step 1: the task raised TypeError"),
-        (OSError("no such file"), r"prompts of step 1: the task raised OSError: no such file"),
-        (SystemExit(0), r"prompts of step 1: the task raised SystemExit: 0"),
-    ],
-)
-def test_prompts_that_cannot_be_used_are_refused(outcome, message):
-    with pytest.raises(ValueError, match=message):
-        own_prompts(PromptTask(outcome), 1, 4, ParallelGroups())  # type: ignore[arg-type]
-
-
 def test_prompts_are_asked_for_as_configured():
     """The loop hands on the number of the config: a task that returns half of it never reaches the policy."""
     config = toy_config(train={"steps": 1, "microbatch_size": 8})
@@ -381,28 +322,6 @@ def test_prompts_are_asked_for_as_configured():
     task.prompts = lambda step, num: [dataclasses.replace(prompt, group_id=0) for prompt in whole(step, num)]
     with pytest.raises(ValueError, match=r"8 prompts have group_id=0"):
         run(config, task=task)
-
-
-def _prompt_ranks(rank, world_size):
-    groups = ParallelGroups(dp=dist.group.WORLD, dp_cp=dist.group.WORLD, world=dist.group.WORLD)
-    outcomes = [PromptTask(numbered(range(4))), PromptTask(numbered(range(4)))]
-    if rank == 1:
-        outcomes[0] = PromptTask(OSError("no such file"))
-    seen = []
-    for task in outcomes:
-        try:
-            seen.append([prompt.group_id for prompt in own_prompts(task, 0, 4, groups)])
-        except ValueError as error:
-            seen.append(str(error))
-    return seen
-
-
-@pytest.mark.distributed
-def test_prompts_that_fail_on_one_rank_fail_on_all():
-    """Nobody is left in a collective: the next step's prompts are cut as ever."""
-    results = run_ranks(_prompt_ranks, 2)
-    assert all("the task raised OSError: no such file" in result[0] for result in results)
-    assert [result[1] for result in results] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("normalize_std", [True, False])
