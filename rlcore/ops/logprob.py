@@ -237,8 +237,7 @@ def _result(saved: ScoredRows, entropy: bool) -> TokenLogprobs:
     log_mass_t = support.log_sum_t - stats.log_sum_t
     if replayed is not None:
         # Replayed ids may lie far below the row's largest: float32 differences would lose digits there.
-        logprob_t = saved.target_z_t.double() - stats.max_t.double() - replayed.log_sum_t
-        logprob_t = logprob_t.to(y_t.dtype)
+        logprob_t = (saved.target_z_t.double() - stats.max_t.double() - replayed.log_sum_t).to(y_t.dtype)
         log_mass_t = (replayed.log_sum_t - stats.sum_t.log()).to(y_t.dtype)
         unfiltered_t = torch.where(replayed.log_sum_t.isnan(), math.nan, unfiltered_t)
     return TokenLogprobs(
@@ -260,9 +259,7 @@ def rows_gradient(
     upstream: Sequence[torch.Tensor | None],
     entropy: bool,
 ) -> torch.Tensor:
-    """`[t, v]` gradient of the logits from the gradients of (logprob, unfiltered logprob, log mass, both
-    entropies).
-    """
+    """`[t, v]` gradient of the logits; `upstream`: of logprob, unfiltered logprob, log mass, both entropies."""
     stats, support, temperature_t = saved.stats, saved.support, saved.params.temperature_t
     zero_t = torch.zeros_like(stats.max_t)
     grads = [zero_t if grad is None else grad for grad in upstream]

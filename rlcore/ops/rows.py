@@ -138,7 +138,7 @@ class Support:
         weighted_t = cut.weighted_above_t + group_mass_t * y_cut_t.clamp(min=-1e4) if entropy else sum_t
         return Support(
             threshold_t=cut.threshold_t,
-            share_t=(num_group_t / cut.num_tied_t.clamp(min=1)).to(dtype),
+            share_t=num_group_t.to(dtype) / cut.num_tied_t.clamp(min=1).to(dtype),
             log_sum_t=log_sum_t.to(dtype),
             num_kept_t=cut.num_above_t + num_group_t,
             entropy_t=(log_sum_t - weighted_t / sum_t).to(dtype),
