@@ -13,18 +13,22 @@ SMOLLM2 := models/SmolLM2-135M-Instruct
 # pip's own report is a thousand lines; this shows the name of each package as it is fetched, and what went wrong.
 SHOW_PACKAGES := awk '/^Collecting/ { sub(/[^A-Za-z0-9_.-].*/, "", $$2); printf "  %s\n", $$2; fflush() } /^Installing collected/ { print "  unpacking"; fflush() } /^Successfully/ { print "  done"; fflush() }'
 
-.PHONY: help demo test install model lint clean
+.PHONY: help demo test bench install model lint clean
 
 help:
 	@echo "make demo   train a tiny policy with GRPO on Megatron TP2 x PP2, on this machine's CPU"
 	@echo "make test   run the whole test suite"
-	@echo "also: make install | model | lint | clean"
+	@echo "also: make bench | install | model | lint | clean"
 
 demo: $(STAMP)
 	$(BIN)/rlcore train --config-name demo --overwrite $(ARGS)
 
 test: $(STAMP) $(SMOLLM2)/config.json
 	$(BIN)/python -m pytest $(ARGS)
+
+# ARGS: `make bench ARGS="--case scaling --json scaling.json"`.
+bench: $(STAMP)
+	$(BIN)/rlcore bench $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,2 +1,1 @@
-"""Tools that work on a checkout: the benchmark, the import rules, the model download. Not part of the wheel.
-"""
+"""Tools that work on a checkout: the benchmark, the import rules, the model download. Not in the wheel."""

@@ -22,10 +22,11 @@ TOLERANCE = 1e-5
 
 def run_loss(options: BenchOptions) -> list[Row]:
     """One process: the losses communicate nothing."""
-    return run_ranks(_loss_rank, 1, options.device, options)[0]
+    return run_ranks(loss_rank, 1, options.device, options)[0]
 
 
-def _loss_rank(group: Group, options: BenchOptions) -> list[Row]:
+def loss_rank(group: Group, options: BenchOptions) -> list[Row]:
+    """The rows of one process."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:

@@ -141,9 +141,8 @@ def measure_op(problem: Problem, options: BenchOptions) -> Row:
         name: _method(problem, baseline, Exchange(problem.vocab.vocab_size, problem.tp_group))
         for name, baseline in BASELINES.items()
     }
-    times = time_alternately(
-        {"ours": method, "floor": floor}, slow, options.repeats, problem.tp_group, options.device
-    )
+    fast = {"ours": method, "floor": floor, "copy": _copy(problem)}
+    times = time_alternately(fast, slow, options.repeats, problem.tp_group, options.device)
     row |= _traffic(method, problem) | _kept(problem)
     for name, measured in times.items():
         row[f"{name}_s"], row[f"{name}_quartiles_s"] = measured.median, measured.spread
@@ -155,6 +154,9 @@ def measure_op(problem: Problem, options: BenchOptions) -> Row:
         "vs_resharding_sort": row["resharding_sort_s"] / own.median,
         "vs_gather_sort": row["gather_sort_s"] / own.median,
         "vs_floor": own.median / row["floor_s"],
+        # Logits read in forward and in backward, a gradient written; a copy reads and writes.
+        "gb_per_s": 3 * problem.shard_bytes / own.median / 1e9,
+        "copy_gb_per_s": 2 * problem.shard_bytes / row["copy_s"] / 1e9,
         "extra_memory_ratio": counted.extra_peak_bytes / problem.shard_bytes,
         "floor_extra_memory_ratio": floor_counted.extra_peak_bytes / problem.shard_bytes,
         "backend": select_passes(problem.backend, problem.logits_tv).name,
@@ -206,6 +208,12 @@ def ours(problem: Problem) -> Method:
 
 def _method(problem: Problem, function: Any, *args: Any) -> Method:
     return Method(forward=partial(function, problem, *args), backward=partial(backward, problem))
+
+
+def _copy(problem: Problem) -> Method:
+    """A copy of the shard into new memory: what the machine's memory can do."""
+    logits_tv = problem.logits_tv.detach()
+    return Method(forward=logits_tv.clone, backward=lambda copied: ())
 
 
 def backward(problem: Problem, logprob_t: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ import importlib
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -91,11 +92,14 @@ def run_train_step(options: BenchOptions) -> list[Row]:
     rows = []
     for vocab_size in (DEMO_VOCAB, options.vocab):
         # A launch each: Megatron's parallel state is global.
-        rows += run_ranks(_train_rank, options.tp, options.device, options, vocab_size)[0]
+        rows += run_ranks(train_rank, options.tp, options.device, options, vocab_size)[0]
     return rows
 
 
-def _train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row]:
+def train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row]:
+    """The row of one vocabulary, from one rank."""
+    # Megatron-core says on import, a dozen times a rank, that Transformer Engine and Apex are optional.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     from megatron_worker.worker import MegatronWorker
 
     worker = MegatronWorker(_config(options, vocab_size))

@@ -20,10 +20,11 @@ STAGES = 2
 
 def run_transport(options: BenchOptions) -> list[Row]:
     """A pipeline of two stages, one process each."""
-    return run_ranks(_transport_rank, STAGES, options.device, options)[0]
+    return run_ranks(transport_rank, STAGES, options.device, options)[0]
 
 
-def _transport_rank(group: Group, options: BenchOptions) -> list[Row]:
+def transport_rank(group: Group, options: BenchOptions) -> list[Row]:
+    """The row of one stage."""
     generator = torch.Generator().manual_seed(0)
     keep_t = torch.rand(options.tokens, generator=generator) > 0.1
     logprob_t = torch.where(keep_t, -torch.rand(options.tokens, generator=generator), -torch.inf)

@@ -15,6 +15,8 @@ from typing import Any
 # Longest a benchmark may take, in seconds, and longest one rank waits for another.
 TIMEOUT_S = 3600.0
 COLLECTIVE_TIMEOUT_S = 600.0
+# How long the others may take to say why they failed, once one has.
+GRACE_S = 3.0
 
 
 class CheckFailed(Exception):
@@ -50,24 +52,31 @@ def run_ranks(program: Callable[..., Any], world_size: int, device: str, *args: 
 
 
 def _collect(pipes: list[Connection]) -> list[Any]:
-    """What the ranks send, or the error of the first that failed; closes every pipe then."""
+    """What the ranks send, or the error of the rank that failed by itself; closes every pipe then."""
     results: list[Any] = [None] * len(pipes)
+    errors: list[Exception] = []
     waiting = set(range(len(pipes)))
     deadline = time.monotonic() + TIMEOUT_S
     try:
-        while waiting:
+        while waiting and time.monotonic() < deadline:
             for rank in sorted(waiting):
-                if pipes[rank].poll(0.05):
-                    try:
-                        status, value = pipes[rank].recv()
-                    except EOFError:
-                        status, value = RuntimeError, f"rank {rank} of the benchmark died"
-                    if status is not None:
-                        raise status(value)
+                if not pipes[rank].poll(0.05):
+                    continue
+                try:
+                    status, value = pipes[rank].recv()
+                except EOFError:
+                    status, value = RuntimeError, f"rank {rank} of the benchmark died"
+                waiting.discard(rank)
+                if status is None:
                     results[rank] = value
-                    waiting.discard(rank)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {sorted(waiting)} of the benchmark did not end in {TIMEOUT_S} s")
+                    continue
+                errors.append(status(value))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            # A rank whose peer is gone fails too, in a collective: what it says is not the reason.
+            raise min(errors, key=lambda error: isinstance(error, RuntimeError))
+        if waiting:
+            raise RuntimeError(f"ranks {sorted(waiting)} of the benchmark did not end in {TIMEOUT_S} s")
     except BaseException:
         for pipe in pipes:
             pipe.close()

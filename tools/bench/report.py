@@ -31,6 +31,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("vs_resharding_sort", "vs resharding", ".1f"),
         ("vs_gather_sort", "vs gather", ".1f"),
         ("vs_floor", "vs floor", ".2f"),
+        ("gb_per_s", "GB/s", ".1f"),
+        ("copy_gb_per_s", "copy GB/s", ".1f"),
         ("extra_memory_ratio", "extra memory", ".1%"),
         ("comm_bytes_per_token", "sent B/token", ".0f"),
         ("kept_median", "kept", ".0f"),

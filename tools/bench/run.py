@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlcore.ops.passes import select_passes
 from tools.bench import report
 from tools.bench.case_fused import run_fused
 from tools.bench.case_loss import run_loss
@@ -39,10 +42,13 @@ def run(options: BenchOptions, words: Sequence[str], json_path: str | None, resu
     `words`: the command line, for the record. `results`: folder of the markdown, None for none. A missed
     target is reported, not an error.
     """
+    if json_path and not Path(json_path).resolve().parent.is_dir():
+        raise ValueError(f"--json {json_path}: the folder {Path(json_path).parent} does not exist.")
     if options.case == "real" and not (MODEL / "config.json").is_file():
         print("rlcore bench: --case real skipped: models/SmolLM2-135M-Instruct is not there; `make model`.")
         return 0
     load_before = round(os.getloadavg()[0], 2)
+    select_passes(options.backend, torch.empty(0, device=options.device))
     try:
         rows = RUNS[options.case](options)
     except CheckFailed as failed:
