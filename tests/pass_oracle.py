@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlcore.ops.passes import EAGER, Passes, compute_dtype
+from rlcore.ops.passes import EAGER, Passes, Wanted, compute_dtype
 from tests.oracle import make_logits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,7 +89,7 @@ def check_gradient(passes: Passes, logits_tv: torch.Tensor) -> None:
         terms_tc[:, 2] = log_t
         terms_tc[:, [1, 4]] *= kept
         terms_tc[:, [3, 6]] *= whole
-        arguments = (temperature_t, max_t, threshold_t, share_t, terms_tc, entropy)
+        arguments = (temperature_t, max_t, threshold_t, share_t, terms_tc, Wanted(True, True, entropy))
         ours, eager = (p.gradient(logits_tv, None, *arguments) for p in (passes, EAGER))
         assert ours.dtype == eager.dtype and ours.is_contiguous()
         hint = (kept, whole, entropy)

@@ -116,19 +116,19 @@ def top_values(
     They lie in the `count` blocks with the largest maxima: a block that was not picked holds nothing larger
     than `count` entries of those that were. `maxima_ub` comes from `passes.block_maxima` with the same bound.
     """
-    num_blocks = min(count, maxima_ub.shape[1])
-    width = logits_tv.shape[1]
-    out_uc = torch.full(
-        (maxima_ub.shape[0], count), -math.inf, dtype=maxima_ub.dtype, device=logits_tv.device
-    )
-    offset_k = torch.arange(BLOCK, device=logits_tv.device)
-    for chunk in row_chunks(maxima_ub.shape[0], num_blocks * BLOCK):
-        block_ub = maxima_ub[chunk].topk(num_blocks, dim=1, sorted=False).indices
-        column_uk = (block_ub[:, :, None] * BLOCK + offset_k).flatten(1)
-        row_uk = torch.arange(chunk.start, chunk.stop, device=logits_tv.device)[:, None]
-        row_uk = row_uk if row_u is None else row_u[row_uk]
-        z_uk = temper(logits_tv[row_uk, column_uk.clamp(max=width - 1)], temperature_u[chunk])
-        z_uk = torch.where((column_uk >= width) | (z_uk >= below_u[chunk, None]), -math.inf, z_uk)
-        num_values = min(count, z_uk.shape[1])
-        out_uc[chunk, :num_values] = z_uk.topk(num_values, dim=1).values
+    num_rows, whole = maxima_ub.shape[0], logits_tv.shape[1] // BLOCK
+    num_picked = min(count, whole)
+    blocks_tbk = logits_tv[:, : whole * BLOCK].unflatten(1, (whole, BLOCK))
+    rest_tk = logits_tv[:, whole * BLOCK :]
+    out_uc = torch.full((num_rows, count), -math.inf, dtype=maxima_ub.dtype, device=logits_tv.device)
+    for chunk in row_chunks(num_rows, (num_picked + 1) * BLOCK):
+        row_c = torch.arange(chunk.start, chunk.stop, device=logits_tv.device)
+        row_c = row_c if row_u is None else row_u[row_c]
+        block_cb = maxima_ub[chunk, :whole].topk(num_picked, dim=1, sorted=False).indices
+        # The shorter last block is always taken: its maximum does not compete.
+        picked_ck = torch.cat([blocks_tbk[row_c[:, None], block_cb].flatten(1), rest_tk[row_c]], dim=1)
+        z_ck = temper(picked_ck, temperature_u[chunk])
+        z_ck = torch.where(z_ck >= below_u[chunk, None], -math.inf, z_ck)
+        num_values = min(count, z_ck.shape[1])
+        out_uc[chunk, :num_values] = z_ck.topk(num_values, dim=1).values
     return out_uc

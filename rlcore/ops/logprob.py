@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.ops.filter import find_support
-from rlcore.ops.passes import EAGER, Passes, compute_dtype, select_passes, temper
+from rlcore.ops.passes import EAGER, Passes, Wanted, compute_dtype, select_passes, temper
 from rlcore.ops.penalties import PenaltyTokens, penalised_logits
 from rlcore.ops.replay import (
     REPLAY_MODES,
@@ -259,9 +259,12 @@ def rows_gradient(
     upstream: Sequence[torch.Tensor | None],
     entropy: bool,
 ) -> torch.Tensor:
-    """`[t, v]` gradient of the logits; `upstream`: of logprob, unfiltered logprob, log mass, both entropies."""
+    """`[t, v]` gradient of the logits; `upstream`: of logprob, unfiltered one, log mass, both entropies."""
     stats, support, temperature_t = saved.stats, saved.support, saved.params.temperature_t
     zero_t = torch.zeros_like(stats.max_t)
+    # Autograd hands in None for an output that no gradient reaches.
+    kept, whole = (any(upstream[i] is not None for i in needs) for needs in ((0, 2, 3), (1, 2, 4)))
+    wanted = Wanted(kept=kept, whole=whole, entropy=entropy)
     grads = [zero_t if grad is None else grad for grad in upstream]
     # Selected before any product: an infinite incoming gradient of a dropped token must not meet a zero.
     grads[0] = torch.where(saved.keep_t, grads[0], 0.0)
@@ -270,7 +273,7 @@ def rows_gradient(
     width = real_tv.shape[1]
     if width == 0:
         return torch.zeros_like(logits_tv, memory_format=torch.contiguous_format)
-    arguments = (stats.max_t, support.threshold_t, support.share_t, terms_tc, entropy)
+    arguments = (stats.max_t, support.threshold_t, support.share_t, terms_tc, wanted)
     grad_tv = passes.gradient(real_tv, None, temperature_t, *arguments)
     if saved.replayed is not None:
         write_replayed_gradient_(grad_tv, real_tv, saved.replayed, stats, temperature_t, grads)
@@ -282,11 +285,8 @@ def rows_gradient(
         old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
         new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
         grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
-    return (
-        torch.nn.functional.pad(grad_tv, (0, logits_tv.shape[1] - width))
-        if width < logits_tv.shape[1]
-        else grad_tv
-    )
+    padding = logits_tv.shape[1] - width
+    return torch.nn.functional.pad(grad_tv, (0, padding)) if padding else grad_tv
 
 
 def _gradient_terms(grads: Sequence[torch.Tensor], stats: RowStats, support: Support) -> torch.Tensor:

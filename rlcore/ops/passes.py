@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,14 @@ BLOCK = 64
 # Elements of an eager temporary: rows are visited in chunks that stay in the cache, so memory does not grow
 # with t.
 CHUNK_ELEMENTS = 1 << 18
+
+
+class Wanted(NamedTuple):
+    """Which distributions an incoming gradient reaches, and whether an entropy has one."""
+
+    kept: bool
+    whole: bool
+    entropy: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +183,7 @@ def _gradient(
     threshold_t: torch.Tensor,
     share_t: torch.Tensor,
     terms_tc: torch.Tensor,
-    entropy: bool,
+    wanted: Wanted,
 ) -> torch.Tensor:
     """`[t, v]` in the logits' dtype, without the target's own term; `terms_tc [t, 8]`: see
     `logprob._gradient_terms`.
@@ -191,23 +200,35 @@ def _gradient(
         whole_slope_t,
         whole_shift_t,
     ) = terms_tc.unbind(dim=1)
+    if not wanted.kept:
+        whole_p_tv = (y_tv - whole_log_t[:, None]).exp()
+        factor_tv = whole_scale_t[:, None]
+        if wanted.entropy:
+            factor_tv = _slope(y_tv, whole_scale_t, whole_slope_t, whole_shift_t)
+        return (whole_p_tv * factor_tv / temperature_t[:, None]).to(logits_tv.dtype)
     at_tv = torch.where(z_tv == threshold_t[:, None], share_t[:, None], 0.0)
     weight_tv = torch.where(z_tv > threshold_t[:, None], 1.0, at_tv)
     # Below the threshold y may be far above the kept log-sum's range: bounded before exp, weighted by 0 after
     # it.
     kept_p_tv = weight_tv * (y_tv - kept_log_t[:, None]).clamp(max=0.0).exp()
-    whole_p_tv = (y_tv - whole_log_t[:, None]).exp()
-    if entropy:
-        bounded_tv = finite(y_tv)
-        kept_tv = kept_p_tv * (
-            kept_scale_t[:, None] + kept_slope_t[:, None] * (bounded_tv - kept_shift_t[:, None])
+    grad_tv = kept_p_tv * (
+        _slope(y_tv, kept_scale_t, kept_slope_t, kept_shift_t) if wanted.entropy else kept_scale_t[:, None]
+    )
+    if wanted.whole:
+        whole_p_tv = (y_tv - whole_log_t[:, None]).exp()
+        grad_tv = grad_tv + whole_p_tv * (
+            _slope(y_tv, whole_scale_t, whole_slope_t, whole_shift_t)
+            if wanted.entropy
+            else whole_scale_t[:, None]
         )
-        whole_tv = whole_p_tv * (
-            whole_scale_t[:, None] + whole_slope_t[:, None] * (bounded_tv - whole_shift_t[:, None])
-        )
-    else:
-        kept_tv, whole_tv = kept_p_tv * kept_scale_t[:, None], whole_p_tv * whole_scale_t[:, None]
-    return ((kept_tv + whole_tv) / temperature_t[:, None]).to(logits_tv.dtype)
+    return (grad_tv / temperature_t[:, None]).to(logits_tv.dtype)
+
+
+def _slope(
+    y_tv: torch.Tensor, scale_t: torch.Tensor, slope_t: torch.Tensor, shift_t: torch.Tensor
+) -> torch.Tensor:
+    """`[t, v]`: what multiplies p when an entropy has a gradient too."""
+    return scale_t[:, None] + slope_t[:, None] * (finite(y_tv) - shift_t[:, None])
 
 
 # --- eager: the same arithmetic, chunk by chunk ---------------------------------------------------
@@ -243,7 +264,7 @@ def _eager_gradient(logits_tv: torch.Tensor, row_u: torch.Tensor | None, *argume
     assert row_u is None
     out_tv = torch.empty(logits_tv.shape, dtype=logits_tv.dtype, device=logits_tv.device)
     for chunk in row_chunks(*logits_tv.shape):
-        out_tv[chunk] = _gradient(logits_tv[chunk], *(a[chunk] for a in arguments[:5]), arguments[5])  # type: ignore[index]
+        out_tv[chunk] = _gradient(logits_tv[chunk], *(a[chunk] for a in arguments[:5]), *arguments[5:])  # type: ignore[index]
     return out_tv
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlcore.ops import triton_kernels
-from rlcore.ops.passes import BLOCK, Passes, compute_dtype
+from rlcore.ops.passes import BLOCK, Passes, Wanted, compute_dtype
 
 # Blocks of a program. 4,096 columns are 32 logits for each of its 128 threads, in bfloat16 four loads of 16
 # bytes: enough in flight to fill the memory bus, few enough to stay in registers.
@@ -170,12 +170,13 @@ def _gradient(
     threshold_u: torch.Tensor,
     share_u: torch.Tensor,
     terms_uc: torch.Tensor,
-    entropy: bool,
+    wanted: Wanted,
 ) -> torch.Tensor:
+    # The kernel itself skips a distribution that no gradient reaches, row by row.
     num_rows = logits_tv.shape[0] if row_u is None else row_u.shape[0]
     out_uv = torch.empty((num_rows, logits_tv.shape[1]), dtype=logits_tv.dtype, device=logits_tv.device)
     per_row = [temperature_u, max_u, threshold_u, share_u, terms_uc]
-    _launch(triton_kernels.gradient, logits_tv, row_u, per_row, out_uv, ENTROPY=entropy)
+    _launch(triton_kernels.gradient, logits_tv, row_u, per_row, out_uv, ENTROPY=wanted.entropy)
     return out_uv
 
 

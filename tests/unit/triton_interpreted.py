@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlcore.ops import bracket, triton_passes
 from rlcore.ops import filter as support_filter
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
-from rlcore.ops.passes import EAGER, select_passes
+from rlcore.ops.passes import EAGER, Wanted, select_passes
 from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import RowSampling, SamplingSpec
 from tests.oracle import DIFFERENTIABLE, ROW_KINDS, TOLERANCE, assert_close, assert_same_values, make_logits
@@ -74,7 +74,9 @@ def test_no_rows(passes):
         "",
     )
     assert passes.exp_sums(logits, None, none, none, False).shape == (0, 3)
-    assert passes.gradient(logits, None, none, none, none, none, torch.zeros(0, 8), False).shape == (0, 300)
+    assert passes.gradient(
+        logits, None, none, none, none, none, torch.zeros(0, 8), Wanted(True, True, False)
+    ).shape == (0, 300)
 
 
 def test_a_row_has_the_same_bits_whatever_rows_it_comes_with(passes):
