@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from tests.megatron.test_layouts import TOLERANCE, assert_same, assert_same_metrics, make_batch, make_config
+from tests.megatron.layout_cases import (
+    TOLERANCE,
+    assert_same,
+    assert_same_metrics,
+    make_batch,
+    make_config,
+)
 from tests.rank_pool import run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -17,7 +23,7 @@ def _score_and_train(rank, world_size, config, batch):
     """Scores, then a step on them; a fused head's module raises when it runs."""
     from megatron_worker.hf_bridge import unwrap
     from megatron_worker.worker import MegatronWorker
-    from tests.megatron.test_layouts import _gradients
+    from tests.megatron.layout_cases import gradients_by_name
 
     def refuse(module, arguments, output):
         raise AssertionError("the head computed logits")
@@ -30,7 +36,7 @@ def _score_and_train(rank, world_size, config, batch):
         scores = worker.logprobs(batch)
         batch = dataclasses.replace(batch, old_logprob_sl=scores.logprob_sl - 0.1, keep_old_sl=scores.keep_sl)
         result = worker.train_step(batch)
-        return scores, result, _gradients(worker)
+        return scores, result, gradients_by_name(worker)
     finally:
         worker.close()
 
