@@ -138,6 +138,8 @@ def _config(options: BenchOptions, vocab_size: int) -> RunConfig:
             },
             "parallel": {"tp": options.tp, "backend": "cuda" if options.device == "cuda" else "cpu"},
             "sampling": {"top_k": 50, "top_p": 0.95},
+            # The batch has no old logprobs: the ratio is 1, and nothing is known of what the old policy kept.
+            "loss": {"actor_denominator": "valid"},
             "train": {"microbatch_size": MICROBATCH_SEQUENCES},
         }
     )
