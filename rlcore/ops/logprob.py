@@ -284,7 +284,8 @@ def rows_gradient(
         target_t = (target_t + grads[0] + grads[1]) / temperature_t
         old_t = grad_tv.gather(1, saved.column_t[:, None])[:, 0]
         new_t = torch.where(saved.here_t, target_t.to(grad_tv.dtype), old_t)
-        grad_tv.scatter_(1, saved.column_t[:, None], new_t[:, None])
+        # An indexed write: `scatter_` makes a float32 copy of the whole tensor on a CPU where it is bfloat16.
+        grad_tv[torch.arange(grad_tv.shape[0], device=grad_tv.device), saved.column_t] = new_t
     padding = logits_tv.shape[1] - width
     return torch.nn.functional.pad(grad_tv, (0, padding)) if padding else grad_tv
 

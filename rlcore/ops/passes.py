@@ -291,6 +291,10 @@ def compiled_passes() -> Passes:
             # The pick is fused into the loop: no copy of the rows is made.
             return pass_rows(logits_tv[row_u], *arguments)
 
+        # The compiler counts versions per code object and, past eight, runs eagerly without a word: each pass
+        # gets its own.
+        for rows in (all_rows, some_rows):
+            rows.__code__ = rows.__code__.replace(co_name=f"{rows.__name__}{pass_rows.__name__}")
         compiled_all = torch.compile(all_rows, dynamic=True)
         compiled_some = torch.compile(some_rows, dynamic=True)
 

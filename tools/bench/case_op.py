@@ -50,7 +50,6 @@ SCALING_VOCABS = (32_768, 151_936, 262_144)
 SCALING_TPS = (1, 2, 4)
 SCALING_SPECS = (
     *(SamplingSpec(top_k=k) for k in (1, 50, 1000, 20_000)),
-    SamplingSpec(top_k=50, top_p=0.95),
     SamplingSpec(top_p=0.95),
 )
 # Rows of the scaling case that the sorting baseline confirms.

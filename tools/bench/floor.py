@@ -31,9 +31,9 @@ def plain_logprob(problem: Problem) -> torch.Tensor:
 
 def _statistics(logits_tv: torch.Tensor) -> torch.Tensor:
     """`[t, 2]`: max, and sum of exp relative to it."""
-    logits_tv = logits_tv.float()
-    max_t = logits_tv.amax(dim=1)
-    return torch.stack([max_t, (logits_tv - max_t[:, None]).exp().sum(dim=1)], dim=1)
+    # Converted at each use: one name for the float32 logits would be a tensor that the compiler writes out.
+    max_t = logits_tv.amax(dim=1).float()
+    return torch.stack([max_t, (logits_tv.float() - max_t[:, None]).exp().sum(dim=1)], dim=1)
 
 
 def _gradient(logits_tv: torch.Tensor, log_sum_t: torch.Tensor, upstream_t: torch.Tensor) -> torch.Tensor:
@@ -88,5 +88,6 @@ class _PlainLogprob(torch.autograd.Function):
         logits_tv, log_sum_t, here_t, column_t = ctx.saved_tensors
         grad_tv = ctx.write_gradient(logits_tv, log_sum_t, upstream_t)
         own_t = torch.where(here_t, upstream_t, 0.0).to(grad_tv.dtype)
-        grad_tv.scatter_add_(1, column_t[:, None], own_t[:, None])
+        row_t = torch.arange(grad_tv.shape[0], device=grad_tv.device)
+        grad_tv[row_t, column_t] = grad_tv[row_t, column_t] + own_t
         return grad_tv, None, None, None, None
