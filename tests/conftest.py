@@ -20,4 +20,6 @@ def search(request, monkeypatch):
         monkeypatch.setattr(support_filter, "MAX_CANDIDATES", 0)
         monkeypatch.setattr(support_filter, "NUCLEUS_CANDIDATES", 2)
         monkeypatch.setattr(bracket, "NUM_LISTED", 3)
+        monkeypatch.setattr(bracket, "SAMPLE_FROM_ELEMENTS", 0)
+        monkeypatch.setattr(bracket, "SAMPLE_STRIDE", 2)
     return request.param

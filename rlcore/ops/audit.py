@@ -111,7 +111,8 @@ def _num_common(
 
     tied_t = nothing_t
     if real_tv.shape[1]:
-        tied_t = passes.count_equal(real_tv, None, temperature_t, threshold_t)
+        max_t = saved.stats.max_t
+        tied_t = passes.sums_above(real_tv, None, temperature_t, max_t, threshold_t, False)[:, 2]
     row_threshold_n = threshold_t[entries.row_n]
     local_t3 = torch.stack([number(z_n > row_threshold_n), number(z_n == row_threshold_n), tied_t], dim=1)
     above_t, at_t, tied_t = all_gather(local_t3, tp_group).sum(dim=0).unbind(dim=1)

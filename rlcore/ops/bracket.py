@@ -17,13 +17,18 @@ import torch
 
 from rlcore.collectives import Group, all_gather
 from rlcore.ops.candidates import top_values
-from rlcore.ops.passes import Passes
+from rlcore.ops.passes import BLOCK, Passes
 from rlcore.ops.rows import Cut, RowParams, RowStats, Support
 
 # Values listed per shard and round once the bracket is narrow.
-NUM_LISTED = 128
-# Pivot passes before values are listed: each narrows a smooth bracket 4 to 16 times.
+NUM_LISTED = 64
+# Pivot passes before values are listed.
 PASSES_PER_ROUND = 4
+# Of this many blocks of columns one is in the sample, and so many passes over it cost less than one over all.
+SAMPLE_STRIDE = 16
+SAMPLE_PASSES = 6
+# Entries of the open rows below which passes over a sample cost as much as passes over everything.
+SAMPLE_FROM_ELEMENTS = 1 << 22
 # Width in nats of a bracket that has no lower end yet: exp(-32) is nothing beside the row's largest entry.
 OPEN_WIDTH = 32.0
 
@@ -50,6 +55,17 @@ class OpenRows:
     def picks(self) -> torch.Tensor | None:
         """What the passes take: None when these are all rows, so that none is picked by index."""
         return None if self.row_u.shape[0] == self.logits_tv.shape[0] else self.row_u
+
+    def sample(self) -> OpenRows:
+        """The same rows with one block of columns in SAMPLE_STRIDE, copied; a short shard stays whole."""
+        whole = self.logits_tv.shape[1] // BLOCK
+        rows_uv = self.logits_tv
+        if whole >= SAMPLE_STRIDE:
+            blocks_tbk = self.logits_tv[:, : whole * BLOCK].unflatten(1, (whole, BLOCK))[:, ::SAMPLE_STRIDE]
+            rows_uv = blocks_tbk.flatten(1)
+        if self.picks() is not None:
+            rows_uv = rows_uv[self.row_u]
+        return replace(self, logits_tv=rows_uv, row_u=torch.arange(len(self.row_u), device=rows_uv.device))
 
     def cut_at(self, threshold_u: torch.Tensor) -> Cut:
         """Sums of the whole rows around a threshold: one pass, one all-gather of 4 float64 a row."""
@@ -82,7 +98,7 @@ class OpenRows:
         """`[u, NUM_LISTED]`: the row's largest values below `high_u`, descending, as a multiset."""
         temperature_u, rows = self.params.temperature_t, self.picks()
         maxima_ub = self.passes.block_maxima(self.logits_tv, rows, temperature_u, high_u)
-        local_uc = top_values(self.passes, self.logits_tv, rows, temperature_u, high_u, NUM_LISTED, maxima_ub)
+        local_uc = top_values(self.logits_tv, rows, temperature_u, high_u, NUM_LISTED, maxima_ub)
         gathered_ruc = all_gather(local_uc, self.tp_group)
         return gathered_ruc.transpose(0, 1).flatten(1).topk(NUM_LISTED, dim=1).values
 
@@ -102,9 +118,22 @@ class Bracket:
     high_u2: torch.Tensor
     """`[u, 2]` float64: mass and count of entries >= high."""
 
+    def num_inside(self) -> torch.Tensor:
+        """`[u]` float64: how many entries lie between the ends."""
+        return self.low_u2[:, 1] - self.high_u2[:, 1]
+
     def rows(self, index_a: torch.Tensor) -> Bracket:
         """Some of the rows."""
         return Bracket(**{f.name: getattr(self, f.name)[index_a] for f in fields(self)})
+
+    def with_rows(self, index_a: torch.Tensor, part: Bracket) -> Bracket:
+        """This bracket with some rows taken from `part`."""
+        return Bracket(
+            **{
+                f.name: getattr(self, f.name).index_copy(0, index_a, getattr(part, f.name))
+                for f in fields(self)
+            }
+        )
 
 
 def support_from_search(rows: OpenRows, high_u: torch.Tensor, high_u2: torch.Tensor) -> Support:
@@ -129,9 +158,9 @@ def support_from_search(rows: OpenRows, high_u: torch.Tensor, high_u2: torch.Ten
         # What lies below x weighs less than V exp(x): this far down the tail cannot hold what top-p drops.
         tail_u = ((total_u - goal_u).clamp(min=1e-30) / stats.num_finite_t.clamp(min=1)).log()
         bound_u = stats.max_t + tail_u.to(stats.max_t.dtype)
-        bracket = replace(bracket, low_u=torch.maximum(cut.threshold_t, bound_u), low_u2=low_u2)
+        bracket = replace(bracket, low_u=cut.threshold_t, low_u2=low_u2)
         ends_above_u = cut.mass_above_t >= goal_u
-        inner = _locate_some(rows, ends_above_u, bracket, goal_u, 0, cut)
+        inner = _locate_some(rows, ends_above_u, bracket, goal_u, 0, cut, bound_u)
         # Not above: the nucleus ends inside top-k's own last group, of which top-k left this much.
         available_u = torch.where(ends_above_u, inner.num_tied_t, num_group_u)
         num_group_u = torch.minimum(inner.group_for_mass(goal_u, stats.max_t), available_u)
@@ -160,12 +189,21 @@ def _everything(rows: OpenRows) -> Cut:
 
 
 def _locate_some(
-    rows: OpenRows, open_u: torch.Tensor, bracket: Bracket, goal_u: torch.Tensor, column: int, settled: Cut
+    rows: OpenRows,
+    open_u: torch.Tensor,
+    bracket: Bracket,
+    goal_u: torch.Tensor,
+    column: int,
+    settled: Cut,
+    bound_u: torch.Tensor | None = None,
 ) -> Cut:
     """`settled`, with the rows of `open_u` replaced by the cut at the largest value whose entries reach the
     goal.
 
-    `column`: 0, the goal is a mass; 1, a count. Rows that never reach it end on their lowest eligible value.
+    `column`: 0, the goal is a mass; 1, a count. `bound_u`: the goal is reached above it for certain. Rows
+    that never reach it end on their lowest eligible value.
+    What decides is the sum over the entries >= a value as `pivot_sums` adds it up: it never falls as the
+    value falls, so a row ends on the same value whatever pivots led there and whatever rows it came with.
     """
     active_a = open_u.nonzero()[:, 0]
     bracket, goal_a = bracket.rows(active_a), goal_u[active_a]
@@ -180,90 +218,168 @@ def _locate_some(
         ),
         high_u2=torch.where(too_low_a[:, None], 0.0, bracket.high_u2),
     )
+    hint_up = _hint(rows.subset(active_a), bracket, goal_a, column)
+    if bound_u is not None:
+        bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_u[active_a]))
     while active_a.numel():
         open_rows = rows.subset(active_a)
-        bracket = _narrow(open_rows, bracket, goal_a, column)
-        cut, done_a = _list_and_cut(open_rows, bracket, goal_a, column)
+        bracket = _narrow(open_rows, bracket, goal_a, column, hint_up)
+        cut, bracket, done_a = _list_and_cut(open_rows, bracket, goal_a, column)
         settled = _write(settled, active_a, cut)
         still_a = (~done_a).nonzero()[:, 0]
-        tied_a = cut.num_tied_t.double()
-        mass_a = cut.mass_above_t + tied_a * (cut.threshold_t - open_rows.stats.max_t).double().exp()
-        high_a2 = torch.stack([mass_a, cut.num_above_t.double() + tied_a], dim=1)
-        bracket = replace(bracket, high_u=cut.threshold_t, high_u2=high_a2).rows(still_a)
-        active_a, goal_a = active_a[still_a], goal_a[still_a]
+        bracket, active_a, goal_a, hint_up = bracket.rows(still_a), active_a[still_a], goal_a[still_a], None
     return settled
 
 
-def _narrow(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> Bracket:
-    """The bracket after a few passes, or fewer when it holds no more values than one listing takes."""
+def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> torch.Tensor | None:
+    """`[u, 3]` pivots close to the goal, from a sample of the columns; None where a sample would not pay.
+
+    Only where to look first comes from the sample: what is found is the same without it.
+    """
+    # The number of entries, because every rank of the group knows it: all of them sample, or none.
+    if not goal_u.numel() or int(rows.stats.num_finite_t.sum()) < SAMPLE_FROM_ELEMENTS:
+        return None
+    sample = rows.sample()
+    # The float above: banned ids are in no count.
+    lowest_u = torch.nextafter(bracket.low_u, torch.full_like(bracket.low_u, math.inf))
+    ends_up2 = sample.pivot_sums(torch.stack([bracket.high_u, lowest_u, lowest_u], dim=1))
+    high_u2, low_u2 = ends_up2[:, 0], ends_up2[:, 1]
+    num_between_u = (low_u2 - high_u2)[:, 1]
+    # What is missing from the nearer end, at the sample's rate: the entries far from the goal, whose mass
+    # varies most from sample to sample, are then in no estimate.
+    rate_u = num_between_u / bracket.num_inside().clamp(min=1.0)
+    from_high_u = (goal_u - bracket.high_u2[:, column]) * rate_u
+    from_low_u = (bracket.low_u2[:, column] - goal_u) * rate_u
+    sample_goal_u = torch.where(
+        from_low_u <= from_high_u, low_u2[:, column] - from_low_u, high_u2[:, column] + from_high_u
+    )
+    inside = Bracket(low_u=bracket.low_u, high_u=bracket.high_u, low_u2=low_u2, high_u2=high_u2)
+    # Two standard deviations of the rank of a quantile among this many values, at its largest.
+    error_u = num_between_u.sqrt()
+    for index in range(SAMPLE_PASSES):
+        pivot_up = _place_pivots(inside, sample_goal_u, column, _spread(inside) if index % 2 else None)
+        inside = _tighten(inside, pivot_up, sample.pivot_sums(pivot_up), sample_goal_u, column, error_u)
+    spread_u = (error_u / inside.num_inside().clamp(min=1.0)).to(bracket.high_u.dtype)
+    return _clamp_inside(_place_pivots(inside, sample_goal_u, column, spread_u, clamp=False), bracket)
+
+
+def _narrow(
+    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int, hint_up: torch.Tensor | None
+) -> Bracket:
+    """The bracket after a few passes, each row until it holds no more values than one listing takes."""
     for index in range(PASSES_PER_ROUND):
-        if bool((bracket.low_u2[:, 1] - bracket.high_u2[:, 1] <= NUM_LISTED).all()):
+        wide_w = (bracket.num_inside() > NUM_LISTED).nonzero()[:, 0]
+        if not wide_w.numel():
             break
-        pivot_up = _place_pivots(bracket, goal_u, column, interpolate=index % 2 == 1)
-        sums_up2 = rows.pivot_sums(pivot_up)
-        for pivot_u, sums_u2 in zip(pivot_up.unbind(1), sums_up2.unbind(1), strict=True):
-            reached_u = sums_u2[:, column] >= goal_u
-            below_u = _just_below(pivot_u)
-            raises_u = reached_u & (below_u > bracket.low_u)
-            lowers_u = ~reached_u & (pivot_u < bracket.high_u)
-            bracket = Bracket(
-                low_u=torch.where(raises_u, below_u, bracket.low_u),
-                high_u=torch.where(lowers_u, pivot_u, bracket.high_u),
-                low_u2=torch.where(raises_u[:, None], sums_u2, bracket.low_u2),
-                high_u2=torch.where(lowers_u[:, None], sums_u2, bracket.high_u2),
-            )
+        part, goal_w = bracket.rows(wide_w), goal_u[wide_w]
+        if hint_up is not None and index == 0:
+            pivot_wp = hint_up[wide_w]
+        else:
+            pivot_wp = _place_pivots(part, goal_w, column, _spread(part) if index % 2 else None)
+        sums_wp2 = rows.subset(wide_w).pivot_sums(pivot_wp)
+        bracket = bracket.with_rows(wide_w, _tighten(part, pivot_wp, sums_wp2, goal_w, column))
     return bracket
 
 
-def _place_pivots(bracket: Bracket, goal_u: torch.Tensor, column: int, interpolate: bool) -> torch.Tensor:
-    """`[u, 3]` inside the bracket: its quarters, or around the point where a straight line meets the goal."""
+def _tighten(
+    bracket: Bracket,
+    pivot_up: torch.Tensor,
+    sums_up2: torch.Tensor,
+    goal_u: torch.Tensor,
+    column: int,
+    enough_u: torch.Tensor | None = None,
+) -> Bracket:
+    """The bracket with its ends moved to the pivots; a row that holds `enough_u` values or fewer stays."""
+    moves_u = torch.ones_like(goal_u, dtype=torch.bool)
+    if enough_u is not None:
+        moves_u = bracket.num_inside() > enough_u
+    for pivot_u, sums_u2 in zip(pivot_up.unbind(1), sums_up2.unbind(1), strict=True):
+        reached_u = sums_u2[:, column] >= goal_u
+        below_u = _just_below(pivot_u)
+        raises_u = moves_u & reached_u & (below_u > bracket.low_u)
+        lowers_u = moves_u & ~reached_u & (pivot_u < bracket.high_u)
+        bracket = Bracket(
+            low_u=torch.where(raises_u, below_u, bracket.low_u),
+            high_u=torch.where(lowers_u, pivot_u, bracket.high_u),
+            low_u2=torch.where(raises_u[:, None], sums_u2, bracket.low_u2),
+            high_u2=torch.where(lowers_u[:, None], sums_u2, bracket.high_u2),
+        )
+    return bracket
+
+
+def _spread(bracket: Bracket) -> torch.Tensor:
+    """`[u]`: two standard deviations of where the goal is, as a part of the bracket, were its values drawn
+    from a flat density.
+    """
+    return bracket.num_inside().clamp(min=1.0).rsqrt().to(bracket.high_u.dtype)
+
+
+def _place_pivots(
+    bracket: Bracket,
+    goal_u: torch.Tensor,
+    column: int,
+    spread_u: torch.Tensor | None,
+    clamp: bool = True,
+) -> torch.Tensor:
+    """`[u, 3]` inside the bracket: its quarters, or where a straight line meets the goal and `spread_u` of
+    the width to both sides.
+    """
     low_u = torch.where(torch.isneginf(bracket.low_u), bracket.high_u - OPEN_WIDTH, bracket.low_u)
     width_u = bracket.high_u - low_u
-    if interpolate:
+    if spread_u is None:
+        steps = torch.tensor([0.25, 0.5, 0.75], dtype=width_u.dtype, device=width_u.device)
+        parts_up = steps.expand(width_u.shape[0], 3)
+    else:
         missing_u = goal_u - bracket.high_u2[:, column]
         part_u = missing_u / (bracket.low_u2[:, column] - bracket.high_u2[:, column])
         part_u = torch.nan_to_num(part_u, nan=0.5).clamp(0.0, 1.0).to(width_u.dtype)
-        parts_up = part_u[:, None] + torch.tensor(
-            [-1 / 16, 0.0, 1 / 16], dtype=width_u.dtype, device=width_u.device
-        )
-    else:
-        quarters = torch.tensor([0.25, 0.5, 0.75], dtype=width_u.dtype, device=width_u.device)
-        parts_up = quarters.expand(width_u.shape[0], 3)
+        parts_up = torch.stack([part_u - spread_u, part_u, part_u + spread_u], dim=1)
     pivot_up = bracket.high_u[:, None] - parts_up * width_u[:, None]
+    return _clamp_inside(pivot_up, bracket) if clamp else pivot_up
+
+
+def _clamp_inside(pivot_up: torch.Tensor, bracket: Bracket) -> torch.Tensor:
+    """The pivots, moved between the bracket's ends."""
+    low_u = torch.where(torch.isneginf(bracket.low_u), bracket.high_u - OPEN_WIDTH, bracket.low_u)
     highest_u, lowest_u = _just_below(bracket.high_u), torch.nextafter(low_u, bracket.high_u)
     return torch.minimum(torch.maximum(pivot_up, lowest_u[:, None]), highest_u[:, None])
 
 
 def _list_and_cut(
     rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int
-) -> tuple[Cut, torch.Tensor]:
-    """The cut at the value where the listed entries reach the goal, or at the last one listed; and is it
-    final?
+) -> tuple[Cut, Bracket, torch.Tensor]:
+    """The cut at the value where the listed entries reach the goal, or at the last one listed; the bracket
+    around what is left; and is the cut final?
     """
     value_uc = rows.values_below(bracket.high_u)
     eligible_uc = value_uc > bracket.low_u[:, None]
     weight_uc = (
         (value_uc - rows.stats.max_t[:, None]).double().exp() if column == 0 else torch.ones_like(value_uc)
     )
-    sum_uc = bracket.high_u2[:, column, None] + torch.where(eligible_uc, weight_uc.double(), 0.0).cumsum(
-        dim=1
-    )
-    reached_uc = (sum_uc >= goal_u[:, None]) & eligible_uc
+    sum_uc = torch.where(eligible_uc, weight_uc.double(), 0.0).cumsum(dim=1)
+    reached_uc = (bracket.high_u2[:, column, None] + sum_uc >= goal_u[:, None]) & eligible_uc
     num_eligible_u = eligible_uc.sum(dim=1)
-    reached_u = reached_uc.any(dim=1)
     first_u = reached_uc.to(torch.int8).argmax(dim=1)
-    index_u = torch.where(reached_u, first_u, (num_eligible_u - 1).clamp(min=0))
+    index_u = torch.where(reached_uc.any(dim=1), first_u, (num_eligible_u - 1).clamp(min=0))
     # Nothing eligible below the upper end: rounding alone kept the goal from being reached above it.
     threshold_u = torch.where(
         num_eligible_u > 0, value_uc.gather(1, index_u[:, None])[:, 0], _just_below(bracket.high_u)
     )
-    cut = rows.cut_at(threshold_u)
-    group_u = cut.num_tied_t.double()
-    if column == 0:
-        sum_u = cut.mass_above_t + group_u * (threshold_u - rows.stats.max_t).double().exp()
-    else:
-        sum_u = cut.num_above_t.double() + group_u
-    return cut, reached_u | (num_eligible_u < NUM_LISTED) | (sum_u >= goal_u)
+    larger_uc = torch.where(value_uc > threshold_u[:, None], value_uc, math.inf)
+    next_u = torch.minimum(larger_uc.amin(dim=1), bracket.high_u)
+    pivot_u2 = torch.stack([next_u, threshold_u], dim=1)
+    sums_u22 = rows.pivot_sums(pivot_u2)
+    above_u2, from_u2 = sums_u22.unbind(1)
+    cut = Cut(
+        threshold_t=threshold_u,
+        mass_above_t=above_u2[:, 0],
+        num_above_t=above_u2[:, 1].long(),
+        num_tied_t=(from_u2 - above_u2)[:, 1].long(),
+        weighted_above_t=rows.cut_at(threshold_u).weighted_above_t if rows.entropy else above_u2[:, 0],
+    )
+    final_u = (above_u2[:, column] < goal_u) & (from_u2[:, column] >= goal_u)
+    exhausted_u = ~reached_uc.any(dim=1) & (num_eligible_u < NUM_LISTED)
+    return cut, _tighten(bracket, pivot_u2, sums_u22, goal_u, column), final_u | exhausted_u
 
 
 def _just_below(value_u: torch.Tensor) -> torch.Tensor:

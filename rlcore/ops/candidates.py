@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcore.ops.passes import BLOCK, Passes, row_chunks, temper
+from rlcore.ops.passes import BLOCK, row_chunks, temper
 from rlcore.ops.rows import Cut, RowParams, RowStats, Support
 
 
@@ -102,19 +102,18 @@ def support_from_candidates(
 
 
 def top_values(
-    passes: Passes,
     logits_tv: torch.Tensor,
     row_u: torch.Tensor | None,
     temperature_u: torch.Tensor,
-    below_u: torch.Tensor,
+    below_u: torch.Tensor | None,
     count: int,
     maxima_ub: torch.Tensor,
 ) -> torch.Tensor:
-    """`[u, count]`: this shard's largest tempered logits below `below_u`, descending, -inf where there are
+    """`[u, count]`: this shard's largest tempered logits (below `below_u`), descending, -inf where there are
     fewer.
 
     They lie in the `count` blocks with the largest maxima: a block that was not picked holds nothing larger
-    than `count` entries of those that were. `maxima_ub` comes from `passes.block_maxima` with the same bound.
+    than `count` entries of those that were. `maxima_ub` comes from `Passes.block_maxima` with the same bound.
     """
     num_rows, whole = maxima_ub.shape[0], logits_tv.shape[1] // BLOCK
     num_picked = min(count, whole)
@@ -126,9 +125,14 @@ def top_values(
         row_c = row_c if row_u is None else row_u[row_c]
         block_cb = maxima_ub[chunk, :whole].topk(num_picked, dim=1, sorted=False).indices
         # The shorter last block is always taken: its maximum does not compete.
-        picked_ck = torch.cat([blocks_tbk[row_c[:, None], block_cb].flatten(1), rest_tk[row_c]], dim=1)
-        z_ck = temper(picked_ck, temperature_u[chunk])
-        z_ck = torch.where(z_ck >= below_u[chunk, None], -math.inf, z_ck)
-        num_values = min(count, z_ck.shape[1])
-        out_uc[chunk, :num_values] = z_ck.topk(num_values, dim=1).values
+        picked_ck = blocks_tbk[row_c[:, None], block_cb].flatten(1)
+        if rest_tk.shape[1]:
+            picked_ck = torch.cat([picked_ck, rest_tk[row_c]], dim=1)
+        if below_u is not None:
+            z_ck = temper(picked_ck, temperature_u[chunk])
+            picked_ck = torch.where(z_ck >= below_u[chunk, None], -math.inf, picked_ck)
+        num_values = min(count, picked_ck.shape[1])
+        # Dividing keeps the order, so only what is returned is divided.
+        largest_cc = picked_ck.topk(num_values, dim=1).values
+        out_uc[chunk, :num_values] = temper(largest_cc, temperature_u[chunk])
     return out_uc

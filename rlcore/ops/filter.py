@@ -23,7 +23,7 @@ from rlcore.ops.rows import RowParams, RowStats, Support
 # Largest top-k that is found by gathering candidates: 4 KiB a token and rank.
 MAX_CANDIDATES = 1024
 # Candidates gathered for a top-p without a small top-k: most nuclei of a trained model are smaller.
-NUCLEUS_CANDIDATES = 128
+NUCLEUS_CANDIDATES = 64
 # Columns of the gathered summary before the candidates.
 _TARGET, _MAX, _SUM_HIGH, _SUM_LOW, _WEIGHTED, _FINITE, _TIES, _LIST = range(8)
 
@@ -39,10 +39,10 @@ def find_support(
     """The target's tempered logit on every rank, the rows' statistics and their support.
 
     `z_target_t [t]` is -inf on the ranks that do not hold the target.
-    Collectives over `tp_group`: one all-gather of 6 numbers a token, or 7 + C with C = top_k up to
-    MAX_CANDIDATES, else NUCLEUS_CANDIDATES. No other when every row has a top-k of at most MAX_CANDIDATES, or
-    nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the rows that the
-    candidates leave open, none when there is none.
+    Collectives over `tp_group`: one all-gather of 7 + C numbers a token; C is top_k up to MAX_CANDIDATES, else
+    NUCLEUS_CANDIDATES, and 0 for min-p alone or no truncation. No other when every row has a top-k of at most
+    MAX_CANDIDATES, or nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the rows
+    that the candidates leave open, none when there is none.
     """
     num_listed = num_candidates(params)
     summary_tc = _local_summary(passes, logits_tv, z_target_t, params, num_listed, entropy)
@@ -104,7 +104,7 @@ def _local_summary(
     num_listed: int,
     entropy: bool,
 ) -> torch.Tensor:
-    """`[t, 6]` or `[t, 7 + C]`: what this shard has to say, in the columns named above.
+    """`[t, 7 + C]`: what this shard has to say, in the columns named above.
 
     Its sums are relative to its own max; a float64 sum travels as two numbers, its rounded value and the
     rest.
@@ -114,17 +114,17 @@ def _local_summary(
     nothing_t = torch.full((num_rows,), math.inf, dtype=dtype, device=logits_tv.device)
     maxima_tb = passes.block_maxima(logits_tv, None, temperature_t, nothing_t)
     max_t = maxima_tb.amax(dim=1)
-    sums_t3 = passes.exp_sums(
-        logits_tv, None, temperature_t, torch.where(torch.isneginf(max_t), 0.0, max_t), entropy
+    listed, last_t = [], nothing_t
+    if num_listed:
+        listed.append(top_values(logits_tv, None, temperature_t, None, num_listed, maxima_tb))
+        last_t = listed[0][:, -1].contiguous()
+    sums_t4 = passes.exp_sums(
+        logits_tv, None, temperature_t, torch.where(torch.isneginf(max_t), 0.0, max_t), last_t, entropy
     )
-    sum_high_t = sums_t3[:, 0].to(dtype)
-    sum_low_t = (sums_t3[:, 0] - sum_high_t.double()).to(dtype)
-    columns = [z_target_t, max_t, sum_high_t, sum_low_t, sums_t3[:, 1].to(dtype), sums_t3[:, 2].to(dtype)]
-    if num_listed == 0:
-        return torch.stack(columns, dim=1)
-    listed_tc = top_values(passes, logits_tv, None, temperature_t, nothing_t, num_listed, maxima_tb)
-    ties_t = passes.count_equal(logits_tv, None, temperature_t, listed_tc[:, -1].contiguous())
-    return torch.cat([torch.stack([*columns, ties_t.to(dtype)], dim=1), listed_tc], dim=1)
+    sum_high_t = sums_t4[:, 0].to(dtype)
+    sum_low_t = (sums_t4[:, 0] - sum_high_t.double()).to(dtype)
+    columns = [z_target_t, max_t, sum_high_t, sum_low_t, *sums_t4[:, 1:].to(dtype).unbind(1)]
+    return torch.cat([torch.stack(columns, dim=1), *listed], dim=1)
 
 
 def _combine(gathered_rtc: torch.Tensor, entropy: bool) -> RowStats:

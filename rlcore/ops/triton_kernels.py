@@ -126,6 +126,7 @@ def exp_sums(
     row_ptr,
     temperature_ptr,
     max_ptr,
+    value_ptr,
     out_ptr,
     row_stride,
     width,
@@ -139,13 +140,15 @@ def exp_sums(
     z_bk = _tempered(logits_ptr, row, row_stride, column_bk, width, tl.load(temperature_ptr + u))
     y_bk = z_bk - tl.load(max_ptr + u)
     exp_bk = tl.where(column_bk < width, tl.exp(y_bk), 0.0)
-    out_ptr += (u * num_tiles + tile) * 3
+    out_ptr += (u * num_tiles + tile) * 4
     tl.store(out_ptr, _mass(exp_bk))
     if ENTROPY:
         tl.store(out_ptr + 1, _mass(exp_bk * _finite(y_bk)))
     else:
         tl.store(out_ptr + 1, 0.0)
     tl.store(out_ptr + 2, _number(z_bk > float("-inf")))
+    # A value of -inf equals what stands in beyond the end of the row.
+    tl.store(out_ptr + 3, _number((z_bk == tl.load(value_ptr + u)) & (column_bk < width)))
 
 
 @_kernel
@@ -205,26 +208,6 @@ def pivot_sums(
         above_bk = (z_bk >= tl.load(pivot_ptr + u * NUM_PIVOTS + index)) & (column_bk < width)
         tl.store(out_ptr + 2 * index, _mass(tl.where(above_bk, exp_bk, 0.0)))
         tl.store(out_ptr + 2 * index + 1, _number(above_bk))
-
-
-@_kernel
-def count_equal(
-    logits_ptr,
-    row_ptr,
-    temperature_ptr,
-    value_ptr,
-    out_ptr,
-    row_stride,
-    width,
-    num_tiles,
-    TILE_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    u, tile, row = _place(row_ptr, num_tiles)
-    column_bk = _columns(tile, TILE_BLOCKS, BLOCK)
-    z_bk = _tempered(logits_ptr, row, row_stride, column_bk, width, tl.load(temperature_ptr + u))
-    equal_bk = (z_bk == tl.load(value_ptr + u)) & (column_bk < width)
-    tl.store(out_ptr + u * num_tiles + tile, _number(equal_bk))
 
 
 @_kernel

@@ -124,9 +124,11 @@ def _exp_sums(
     row_u: torch.Tensor | None,
     temperature_u: torch.Tensor,
     max_u: torch.Tensor,
+    value_u: torch.Tensor,
     entropy: bool,
 ) -> torch.Tensor:
-    return _sums(triton_kernels.exp_sums, 3, logits_tv, row_u, [temperature_u, max_u], ENTROPY=entropy)
+    per_row = [temperature_u, max_u, value_u]
+    return _sums(triton_kernels.exp_sums, 4, logits_tv, row_u, per_row, ENTROPY=entropy)
 
 
 def _sums_above(
@@ -156,12 +158,6 @@ def _pivot_sums(
     return sums_us.unflatten(1, (num_pivots, 2))
 
 
-def _count_equal(
-    logits_tv: torch.Tensor, row_u: torch.Tensor | None, temperature_u: torch.Tensor, value_u: torch.Tensor
-) -> torch.Tensor:
-    return _sums(triton_kernels.count_equal, 1, logits_tv, row_u, [temperature_u, value_u])[:, 0]
-
-
 def _gradient(
     logits_tv: torch.Tensor,
     row_u: torch.Tensor | None,
@@ -186,7 +182,6 @@ PASSES = Passes(
     exp_sums=_exp_sums,
     sums_above=_sums_above,
     pivot_sums=_pivot_sums,
-    count_equal=_count_equal,
     gradient=_gradient,
 )
 

@@ -34,19 +34,29 @@ def bounds(vocab_size, world_size, uneven):
     return [min(rank * width, vocab_size) for rank in range(world_size + 1)]
 
 
+LIMITS = (
+    (support_filter, "MAX_CANDIDATES"),
+    (support_filter, "NUCLEUS_CANDIDATES"),
+    (bracket, "NUM_LISTED"),
+    (bracket, "SAMPLE_FROM_ELEMENTS"),
+)
+
+
 @contextlib.contextmanager
-def search_limits(max_candidates, nucleus_candidates, num_listed):
+def search_limits(*limits):
     """Other limits in this rank for a while: the pool's processes serve other tests too."""
-    before = support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES, bracket.NUM_LISTED
-    support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES = max_candidates, nucleus_candidates
-    bracket.NUM_LISTED = num_listed
+    before = [getattr(module, name) for module, name in LIMITS]
     try:
+        for (module, name), limit in zip(LIMITS, limits, strict=True):
+            setattr(module, name, limit)
         yield
     finally:
-        support_filter.MAX_CANDIDATES, support_filter.NUCLEUS_CANDIDATES, bracket.NUM_LISTED = before
+        for (module, name), limit in zip(LIMITS, before, strict=True):
+            setattr(module, name, limit)
 
 
-REAL_LIMITS, TINY_LIMITS = (1024, 128, 128), (0, 2, 3)
+NEVER = 1 << 60
+REAL_LIMITS, TINY_LIMITS, SAMPLED_LIMITS = (1024, 64, 64, NEVER), (0, 2, 3, NEVER), (0, 2, 3, 0)
 
 
 def _check_layout(rank, world_size, vocab_size, uneven, limits):
@@ -67,7 +77,9 @@ def _check_layout(rank, world_size, vocab_size, uneven, limits):
 @pytest.mark.parametrize("uneven", [False, True])
 # 5: TP 4 leaves a shard of padding only; 66: does not divide by 4; fewer candidates than k on small shards
 @pytest.mark.parametrize("vocab_size", [5, 66])
-@pytest.mark.parametrize("limits", [REAL_LIMITS, TINY_LIMITS], ids=["candidates", "search"])
+@pytest.mark.parametrize(
+    "limits", [REAL_LIMITS, TINY_LIMITS, SAMPLED_LIMITS], ids=["candidates", "search", "sampled"]
+)
 def test_every_shard_equals_the_whole(world_size, uneven, vocab_size, limits):
     run_ranks(_check_layout, world_size, vocab_size, uneven, limits)
 
@@ -120,16 +132,16 @@ def test_b11_the_filter_is_global(world_size):
     )
 
 
-def _count(rank, world_size, spec, entropy, scale):
+def _count(rank, world_size, spec, entropy, scale, sample_from=NEVER):
     shard = (make_logits("random", 8, 4000, seed=rank) * scale).requires_grad_()
-    with search_limits(64, 32, 32), record_collectives() as forward:
+    with search_limits(64, 32, 32, sample_from), record_collectives() as forward:
         result = vocab_parallel_logprob(shard, torch.arange(8), spec, dist.group.WORLD, entropy=entropy)
     with record_collectives() as backward:
         (result.unfiltered_logprob_t.sum() + result.log_mass_t.sum()).backward()
     return [(call.kind, call.group_size, call.num_bytes // 8) for call in forward], backward
 
 
-STATS, SUMS = ("all_gather", 2, 6 * 4), ("all_gather", 2, 4 * 8)
+STATS, SUMS = ("all_gather", 2, 7 * 4), ("all_gather", 2, 4 * 8)
 
 
 def listed(count):
@@ -155,20 +167,22 @@ def test_collectives_are_counted(spec, scale, entropy, expected):
         assert backward == []
 
 
+@pytest.mark.parametrize("sample_from", [NEVER, 0])
 @pytest.mark.parametrize(
     ("spec", "num_searches"),
     [(SamplingSpec(top_p=0.9), 1), (SamplingSpec(top_k=500), 1), (SamplingSpec(top_k=500, top_p=0.9), 2)],
 )
-def test_a_search_makes_the_same_few_calls_on_every_rank(spec, num_searches):
-    """Rounds of at most four pivot passes, a listing and a cut; all together far below 16 KB a token and
-    rank.
+def test_a_search_makes_the_same_few_calls_on_every_rank(spec, num_searches, sample_from):
+    """Passes over a sample, then rounds of at most four pivot passes, a listing and a cut; all together far
+    below 16 KB a token and rank.
     """
-    results = run_ranks(_count, 2, spec, False, 0.3)
+    results = run_ranks(_count, 2, spec, False, 0.3, sample_from)
     assert results[0] == results[1] and results[0][1] == []
     first, *calls = results[0][0]
     assert first == listed(32) and {(kind, size) for kind, size, _ in calls} == {("all_gather", 2)}
     # A round is at most four pivot passes, a listing and a cut. Later rounds hold fewer rows.
-    assert 3 * num_searches <= len(calls) <= 12 * num_searches
+    most = 12 if sample_from else 12 + 1 + bracket.SAMPLE_PASSES
+    assert 3 * num_searches <= len(calls) <= most * num_searches
     assert sum(size for _, _, size in [first, *calls]) < 16 * 1024
 
 

@@ -28,7 +28,6 @@ KERNELS = {
     "exp_sums": {"ENTROPY": True},
     "sums_above": {"ENTROPY": True},
     "pivot_sums": {"NUM_PIVOTS": 3},
-    "count_equal": {},
     "gradient": {"ENTROPY": True},
 }
 

@@ -73,7 +73,7 @@ def test_no_rows(passes):
         EAGER.pivot_sums(logits, None, none, none, sums),
         "",
     )
-    assert passes.exp_sums(logits, None, none, none, False).shape == (0, 3)
+    assert passes.exp_sums(logits, None, none, none, none, False).shape == (0, 4)
     assert passes.gradient(
         logits, None, none, none, none, none, torch.zeros(0, 8), Wanted(True, True, False)
     ).shape == (0, 300)
@@ -82,9 +82,9 @@ def test_no_rows(passes):
 def test_a_row_has_the_same_bits_whatever_rows_it_comes_with(passes):
     logits = hard_logits(300, torch.float32)[:4]
     ones, zeros = torch.ones(4), torch.zeros(4)
-    together = passes.exp_sums(logits, None, ones, zeros, True)
+    together = passes.exp_sums(logits, None, ones, zeros, zeros, True)
     for row in range(4):
-        alone = passes.exp_sums(logits[row : row + 1], None, ones[:1], zeros[:1], True)
+        alone = passes.exp_sums(logits[row : row + 1], None, ones[:1], zeros[:1], zeros[:1], True)
         assert torch.equal(alone[0], together[row])
 
 
@@ -129,6 +129,8 @@ def test_the_op_equals_the_reference(kind, data):
             patch.setattr(support_filter, "MAX_CANDIDATES", 0)
             patch.setattr(support_filter, "NUCLEUS_CANDIDATES", 2)
             patch.setattr(bracket, "NUM_LISTED", 3)
+            patch.setattr(bracket, "SAMPLE_FROM_ELEMENTS", 0)
+            patch.setattr(bracket, "SAMPLE_STRIDE", 2)
         check_op(logits, target_t, row_specs, padding)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from rlcore.ops.passes import Passes, compute_dtype, select_passes
+from rlcore.ops.passes import Passes, Wanted, compute_dtype, select_passes
 
 REPEATS = 20
 # At temperature 1 the Triton passes divide nothing.
@@ -61,7 +61,7 @@ def pass_calls(
     temperature_t = torch.full((logits_tv.shape[0],), temperature, dtype=dtype, device=logits_tv.device)
     nothing_t = torch.full_like(temperature_t, math.inf)
     max_t = passes.block_maxima(logits_tv, None, temperature_t, nothing_t).amax(dim=1)
-    log_t = passes.exp_sums(logits_tv, None, temperature_t, max_t, False)[:, 0].log().to(dtype)
+    log_t = passes.exp_sums(logits_tv, None, temperature_t, max_t, nothing_t, False)[:, 0].log().to(dtype)
     threshold_t, ones_t, zeros_t = max_t - 6.0, torch.ones_like(max_t), torch.zeros_like(max_t)
     pivot_tp = torch.stack([max_t - 4.0, threshold_t, max_t - 8.0], dim=1)
     # Upstream gradients of the truncated logprob alone, as in training, and of everything.
@@ -73,13 +73,18 @@ def pass_calls(
 
     return {
         "block_maxima": (run(passes.block_maxima, nothing_t), 1),
-        "exp_sums": (run(passes.exp_sums, max_t, False), 1),
-        "exp_sums, entropy": (run(passes.exp_sums, max_t, True), 1),
+        "exp_sums": (run(passes.exp_sums, max_t, threshold_t, False), 1),
+        "exp_sums, entropy": (run(passes.exp_sums, max_t, threshold_t, True), 1),
         "sums_above": (run(passes.sums_above, max_t, threshold_t, False), 1),
         "pivot_sums, 3 pivots": (run(passes.pivot_sums, max_t, pivot_tp), 1),
-        "count_equal": (run(passes.count_equal, threshold_t), 1),
-        "gradient of the logprob": (run(passes.gradient, max_t, threshold_t, ones_t, one_tc, False), 2),
-        "gradient of everything": (run(passes.gradient, max_t, threshold_t, ones_t, all_tc, True), 2),
+        "gradient of the logprob": (
+            run(passes.gradient, max_t, threshold_t, ones_t, one_tc, Wanted(True, False, False)),
+            2,
+        ),
+        "gradient of everything": (
+            run(passes.gradient, max_t, threshold_t, ones_t, all_tc, Wanted(True, True, True)),
+            2,
+        ),
     }
 
 
