@@ -8,7 +8,7 @@ Nothing here raises on account of data: only the last stage would, and the other
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from megatron_worker.fused_head import score_hidden, without_head
+from megatron_worker.fused_head import Scoring, loss_of_hidden, score_hidden, without_head
 from megatron_worker.hf_bridge import unwrap
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
 from rlcore.masks import actor_mask, kl_mask, why_tokens_left
-from rlcore.metrics import Max, Mean, Metric, Min, Sum, max_over, mean_over, min_over
+from rlcore.metrics import Max, Mean, Metric, Min, Sum, add_metrics, max_over, mean_over, min_over
 from rlcore.ops.kl import KLTerms, k3
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.loss import PolicyTerms, clipped_policy_terms, token_sum_over
@@ -50,6 +50,18 @@ class LossReport:
     """0-dim int64: row of the batch whose logits or loss were NaN or inf; -1 for none."""
 
 
+LossOfTokens = Callable[[Microbatch, TokenLogprobs], tuple[torch.Tensor, LossReport]]
+
+
+def join_reports(reports: Sequence[LossReport]) -> LossReport:
+    """The report of all parts of a microbatch. The first broken sample stands for all."""
+    broken_p = torch.stack([report.broken_sample for report in reports])
+    first = (broken_p >= 0).to(torch.int8).argmax()
+    return LossReport(
+        metrics=add_metrics([report.metrics for report in reports]), broken_sample=broken_p[first]
+    )
+
+
 def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: int) -> torch.Tensor:
     """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
     CP ranks.
@@ -69,6 +81,8 @@ class OutputHead:
     """Real vocabulary size."""
     fused: bool
     """Score hidden states and the head's weight; the stage then runs without its head."""
+    fused_tokens: int = 1024
+    """Tokens whose logits exist at once when fused."""
 
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
         """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
@@ -82,10 +96,34 @@ class OutputHead:
         self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec, entropy: bool
     ) -> TokenLogprobs:
         """The scored tokens of what `run` returned on the last stage."""
-        rest = (spec, self.groups, self.vocab_size, entropy)
         if self.fused:
-            return score_hidden(unwrap(model), output, microbatch, *rest)
-        return score_logits(output, microbatch.target_t, *rest)
+            return score_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy))
+        return score_logits(output, microbatch.target_t, spec, self.groups, self.vocab_size, entropy)
+
+    def loss(
+        self,
+        model: Any,
+        output: torch.Tensor,
+        microbatch: Microbatch,
+        spec: SamplingSpec,
+        entropy: bool,
+        loss_of: LossOfTokens,
+    ) -> tuple[torch.Tensor, LossReport]:
+        """The loss, a sum over tokens, of what `run` returned on the last stage, and its report."""
+        if not self.fused:
+            return loss_of(microbatch, self.score(model, output, microbatch, spec, entropy))
+        scoring = self._scoring(spec, entropy)
+        value, reports = loss_of_hidden(unwrap(model), output, microbatch, scoring, loss_of)
+        return value, join_reports(reports)
+
+    def _scoring(self, spec: SamplingSpec, entropy: bool) -> Scoring:
+        return Scoring(
+            spec=spec,
+            groups=self.groups,
+            vocab_size=self.vocab_size,
+            entropy=entropy,
+            chunk_tokens=self.fused_tokens,
+        )
 
 
 def score_logits(
@@ -134,8 +172,14 @@ def make_train_step(
         return head.run(model, microbatch), partial(loss_of, model, microbatch)
 
     def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, LossReport]:
-        scores = head.score(model, output, microbatch, spec, loss.entropy_metric)
-        value, report = microbatch_loss(microbatch, scores, loss, denominators)
+        value, report = head.loss(
+            model,
+            output,
+            microbatch,
+            spec,
+            loss.entropy_metric,
+            lambda part, scores: microbatch_loss(part, scores, loss, denominators),
+        )
         return cancel_megatron_scaling(value, num_microbatches, head.groups.dp_size), report
 
     return train_step

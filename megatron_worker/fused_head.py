@@ -5,15 +5,16 @@ chunk of tokens at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rlcore.batch import Microbatch
 from rlcore.groups import ParallelGroups
-from rlcore.ops.linear_logprob import linear_vocab_parallel_logprob
+from rlcore.ops.linear_logprob import linear_logprob_loss, linear_vocab_parallel_logprob
 from rlcore.ops.logprob import TokenLogprobs, VocabShard
 from rlcore.sampling import SamplingSpec
 
@@ -29,15 +30,34 @@ def without_head(stage: Any) -> Iterator[None]:
         stage.post_process = post_process
 
 
-def score_hidden(
-    stage: Any,
-    hidden: torch.Tensor,
-    microbatch: Microbatch,
-    spec: SamplingSpec,
-    groups: ParallelGroups,
-    vocab_size: int,
-    entropy: bool,
-) -> TokenLogprobs:
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How hidden states are scored."""
+
+    spec: SamplingSpec
+    groups: ParallelGroups
+    vocab_size: int
+    """Real vocabulary size."""
+    entropy: bool
+    """Are the entropies wanted?"""
+    chunk_tokens: int
+    """Tokens whose logits exist at once."""
+
+    def options(self, stage: Any, weight_vd: torch.Tensor) -> dict[str, Any]:
+        """The arguments that both forms of the op take by name."""
+        num_rows = weight_vd.shape[0] * self.groups.tp_size
+        return {
+            "spec": self.spec,
+            "tp_group": self.groups.tp,
+            "vocab": VocabShard.even(num_rows, self.vocab_size, self.groups.tp),
+            "entropy": self.entropy,
+            "chunk_tokens": self.chunk_tokens,
+            "validate": False,
+            "sequence_parallel": stage.config.sequence_parallel,
+        }
+
+
+def score_hidden(stage: Any, hidden: torch.Tensor, microbatch: Microbatch, scoring: Scoring) -> TokenLogprobs:
     """The op on a bare last stage's `[l, b, D]` hidden states, in the microbatch's order. Never raises
     on data.
 
@@ -49,13 +69,8 @@ def score_hidden(
     scores = linear_vocab_parallel_logprob(
         hidden.flatten(0, 1),
         weight_vd,
-        microbatch.target_t.view(num_rows, length).t().reshape(-1),
-        spec,
-        groups.tp,
-        VocabShard.even(weight_vd.shape[0] * groups.tp_size, vocab_size, groups.tp),
-        entropy=entropy,
-        validate=False,
-        sequence_parallel=stage.config.sequence_parallel,
+        _by_position(microbatch.target_t, num_rows, length),
+        **scoring.options(stage, weight_vd),
     )
     by_row: dict[str, Any] = {
         field.name: None if value is None else value.view(length, num_rows).t().reshape(-1)
@@ -63,6 +78,45 @@ def score_hidden(
         for value in [getattr(scores, field.name)]
     }
     return TokenLogprobs(**by_row)
+
+
+def loss_of_hidden(
+    stage: Any,
+    hidden: torch.Tensor,
+    microbatch: Microbatch,
+    scoring: Scoring,
+    loss_of: Callable[[Microbatch, TokenLogprobs], tuple[torch.Tensor, Any]],
+) -> tuple[torch.Tensor, list[Any]]:
+    """The loss of a bare last stage's hidden states, where it is a sum over tokens: logits are computed once,
+    chunk by chunk, and never stored.
+
+    `loss_of(part, scores)` gets some of the microbatch's tokens and returns their summand and a report. A
+    part's `_t` fields hold its own tokens; its `_bl` fields are those of the whole microbatch.
+    """
+    num_rows, length = microbatch.input_ids_bl.shape
+    weight_vd = output_weight(stage)
+    by_position = {
+        field.name: _by_position(value, num_rows, length)
+        for field in dataclasses.fields(microbatch)
+        if field.name.endswith("_t") and (value := getattr(microbatch, field.name)) is not None
+    }
+
+    def loss_of_chunk(scores: TokenLogprobs, chunk: slice) -> tuple[torch.Tensor, Any]:
+        part: dict[str, Any] = {name: value_t[chunk] for name, value_t in by_position.items()}
+        return loss_of(dataclasses.replace(microbatch, **part), scores)
+
+    return linear_logprob_loss(
+        hidden.flatten(0, 1),
+        weight_vd,
+        by_position["target_t"],
+        loss_of_chunk=loss_of_chunk,
+        **scoring.options(stage, weight_vd),
+    )
+
+
+def _by_position(value_t: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
+    """Tokens of the microbatch in Megatron's order: position by position."""
+    return value_t.view(num_rows, length).t().reshape(-1)
 
 
 def output_weight(stage: Any) -> torch.Tensor:

@@ -74,7 +74,10 @@ class MegatronWorker:
             else architecture_from_config(config.model, task_vocab_size or 0)
         )
         self.head = OutputHead(
-            groups=self.groups, vocab_size=self.arch.vocab_size, fused=config.model.fused_head
+            groups=self.groups,
+            vocab_size=self.arch.vocab_size,
+            fused=config.model.fused_head,
+            fused_tokens=config.model.fused_head_tokens,
         )
         stage = self._new_stage()
         self.reference = None

@@ -49,8 +49,10 @@ class ModelConfig:
     """Parameter and activation dtype. The op and the loss are float32 whatever this says."""
     fused_head: bool = False
     """Score tokens from hidden states and the head's weight: logits exist one chunk of tokens at a time, and
-    are computed again in the backward pass.
+    training computes each chunk's gradient beside them, so they are never stored.
     """
+    fused_head_tokens: int = 1024
+    """Tokens in such a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,7 @@ def check_ranges(config: RunConfig) -> None:
         "train.steps": config.train.steps,
         "train.microbatch_size": config.train.microbatch_size,
         "train.epochs": config.train.epochs,
+        "model.fused_head_tokens": model.fused_head_tokens,
         **{f"model.{name}": getattr(model, name) for name in _MODEL_COUNTS},
     }
     _check_each(counts, lambda value: value >= 1, "a count of at least 1")
@@ -160,7 +161,7 @@ _ARCHITECTURE_FIELDS = (
 
 
 # Fields that do not describe the architecture: they may be set beside a folder.
-_BESIDE_ARCHITECTURE = ("hf_path", "dtype", "fused_head")
+_BESIDE_ARCHITECTURE = ("hf_path", "dtype", "fused_head", "fused_head_tokens")
 
 
 def check_model_source(config: RunConfig) -> None:

@@ -39,10 +39,10 @@ def find_support(
     """The target's tempered logit on every rank, the rows' statistics and their support.
 
     `z_target_t [t]` is -inf on the ranks that do not hold the target.
-    Collectives over `tp_group`: one all-gather of 7 + C numbers a token; C is top_k up to MAX_CANDIDATES, else
-    NUCLEUS_CANDIDATES, and 0 for min-p alone or no truncation. No other when every row has a top-k of at most
-    MAX_CANDIDATES, or nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the rows
-    that the candidates leave open, none when there is none.
+    Collectives over `tp_group`: one all-gather of 7 + C numbers a token; C is top_k up to MAX_CANDIDATES,
+    else NUCLEUS_CANDIDATES, and 0 for min-p alone or no truncation. No other when every row has a top-k of at
+    most MAX_CANDIDATES, or nothing truncates; one of 4 float64 for min-p alone; else a few small ones for the
+    rows that the candidates leave open, none when there is none.
     """
     num_listed = num_candidates(params)
     summary_tc = _local_summary(passes, logits_tv, z_target_t, params, num_listed, entropy)

@@ -49,7 +49,9 @@ def test_fused_and_whole_logits_agree(layout, tied):
     model = dataclasses.replace(config.model, tie_word_embeddings=tied)
     outcomes = []
     for fused in (False, True):
-        config = dataclasses.replace(config, model=dataclasses.replace(model, fused_head=fused))
+        # Five tokens: several chunks a microbatch, cut across sequences.
+        head = dataclasses.replace(model, fused_head=fused, fused_head_tokens=5)
+        config = dataclasses.replace(config, model=head)
         outcomes.append(run_ranks(_score_and_train, 1 if layout == "tp1" else 2, config, make_batch()))
     for (scores, result, gradients), (fused_scores, fused_result, fused_gradients) in zip(
         *outcomes, strict=True

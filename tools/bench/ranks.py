@@ -29,9 +29,9 @@ def run_ranks(program: Callable[..., Any], world_size: int, device: str, *args: 
     The group is None for a world of one. A rank's `CheckFailed` or `ValueError` is raised here, anything else
     as `RuntimeError` with its traceback; the other ranks are ended.
     """
-    # PyTorch then asks for huge pages behind large tensors. Without them the page faults of a new gradient cost
-    # more than writing it, in every method alike, and come and go with the state of the heap: the floor was
-    # seen to vary between 18 and 45 ms within one run.
+    # PyTorch then asks for huge pages behind large tensors. Without them the page faults of a new gradient
+    # cost more than writing it, in every method alike, and come and go with the state of the heap: the floor
+    # was seen to vary between 18 and 45 ms within one run.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     context = mp.get_context("spawn")
     pipes: list[Connection] = []
