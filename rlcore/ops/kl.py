@@ -21,6 +21,7 @@ Source: Schulman, "Approximating KL divergence" (2020); the names `abs` and `mse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -70,8 +71,8 @@ class KLRule:
             raise ValueError(f"KL gradient {self.gradient!r}: expected 'score' or 'plain'.")
         if not 0.0 < self.input_clamp <= LARGEST_INPUT_CLAMP:
             raise ValueError(
-                f"KL input clamp {self.input_clamp}: expected more than 0 and at most {LARGEST_INPUT_CLAMP:g} "
-                "nats; exp of more overflows."
+                f"KL input clamp {self.input_clamp}: expected more than 0 and at most "
+                f"{LARGEST_INPUT_CLAMP:g} nats; exp of more overflows."
             )
         if self.output_clamp is not None and not self.output_clamp > 0.0:
             raise ValueError(f"KL output clamp {self.output_clamp}: expected more than 0, or None.")
@@ -188,9 +189,11 @@ def _terms(
     rule: KLRule,
     multiplier_t: torch.Tensor | None,
 ) -> KLTerms:
-    ceiling = float("inf") if rule.output_clamp is None else rule.output_clamp
-    score = 1.0 if rule.gradient == "score" else 0.0
-    given = (reference_logprob_t, mask_t, rule.input_clamp, ceiling, score)
+    ceiling = math.inf if rule.output_clamp is None else rule.output_clamp
+    numbers = (rule.input_clamp, ceiling, 1.0 if rule.gradient == "score" else 0.0)
+    # Tensors, because compiled code is made again for every new number.
+    dtype = compute_dtype(logprob_t)
+    given = (reference_logprob_t, mask_t, *(logprob_t.new_full((), n, dtype=dtype) for n in numbers))
     if multiplier_t is None:
         kl_t, clamped_t = per_token(core, logprob_t, *given)
         return KLTerms(kl_t=kl_t, clamped_t=clamped_t)
@@ -215,9 +218,9 @@ def _clamped(
     difference_t: torch.Tensor,
     raw_t: torch.Tensor,
     plain_t: torch.Tensor,
-    input_clamp: float,
-    ceiling: float,
-    score: float,
+    input_clamp: torch.Tensor,
+    ceiling: torch.Tensor,
+    score: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Output clamp, and the slope: plain + score x value, 0 where either clamp acts."""
     value_t = raw_t.clamp(-ceiling, ceiling)
@@ -226,7 +229,7 @@ def _clamped(
 
 
 def _k1(
-    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: float
+    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     d_t = _difference(logprob_t, reference_logprob_t, mask_t)
     plain_t = torch.where(mask_t, torch.ones_like(d_t), 0.0)
@@ -234,7 +237,7 @@ def _k1(
 
 
 def _k2(
-    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: float
+    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     d_t = _difference(logprob_t, reference_logprob_t, mask_t)
     bounded_t = d_t.clamp(-rule[0], rule[0])
@@ -242,7 +245,7 @@ def _k2(
 
 
 def _k3(
-    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: float
+    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     d_t = _difference(logprob_t, reference_logprob_t, mask_t)
     bounded_t = d_t.clamp(-rule[0], rule[0])
@@ -252,7 +255,7 @@ def _k3(
 
 
 def _absolute(
-    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: float
+    logprob_t: torch.Tensor, reference_logprob_t: torch.Tensor, mask_t: torch.Tensor, *rule: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     d_t = _difference(logprob_t, reference_logprob_t, mask_t)
     return _clamped(d_t, d_t.abs().clamp(max=rule[0]), d_t.sign(), *rule)

@@ -13,6 +13,7 @@ Every derivative is written by hand in the pass that computes the value (`ops/po
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from rlcore.ops.pointwise import Core, per_token, weighted_total
 # Clamp of the log ratio before exp, in nats: a ratio of exp(20) is clipped by any surrogate, and stays
 # finite.
 MAX_LOG_RATIO = 20.0
+# The ratio at which that clamp decides a loss: a rounding below exp(20), so that a clamped ratio is above it.
+MAX_RATIO = math.exp(MAX_LOG_RATIO) * (1.0 - 1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ def clip_terms(tokens: PolicyTokens, bounds: ClipBounds) -> PolicyTerms:
     Source: Schulman et al. 2017 (PPO); Ye et al. 2020 (dual clip); Yu et al. 2025 (DAPO: high apart from
     low).
     """
-    return _ratio_terms(_clip, tokens, bounds.low, bounds.high, bounds.dual)
+    return _ratio_terms(_clip, tokens, bounds)
 
 
 def cispo_terms(tokens: PolicyTokens, bounds: ClipBounds) -> PolicyTerms:
@@ -114,7 +117,7 @@ def cispo_terms(tokens: PolicyTokens, bounds: ClipBounds) -> PolicyTerms:
     """
     if bounds.dual is not None:
         raise ValueError("CISPO has no dual clip: it clips the weight, not the objective. Set dual to None.")
-    return _ratio_terms(_cispo, tokens, bounds.low, bounds.high)
+    return _ratio_terms(_cispo, tokens, bounds)
 
 
 def reinforce_terms(tokens: PolicyTokens) -> PolicyTerms:
@@ -229,9 +232,20 @@ def _run(core: Core, tokens: PolicyTokens, *arguments: Any) -> tuple[torch.Tenso
     return weighted_total(core, tokens.logprob_t, tokens.multiplier_t, *arguments)
 
 
-def _ratio_terms(core: Core, tokens: PolicyTokens, *numbers: float | None) -> PolicyTerms:
+def _ratio_terms(core: Core, tokens: PolicyTokens, bounds: ClipBounds) -> PolicyTerms:
     given = (old_logprob_of(tokens), tokens.advantage_t, tokens.mask_t, tokens.weight_t)
-    return terms_of(_run(core, tokens, *given, *numbers), tokens.multiplier_t is not None)
+    limits = ratio_limits(bounds, tokens.logprob_t)
+    return terms_of(_run(core, tokens, *given, *limits), tokens.multiplier_t is not None)
+
+
+def ratio_limits(bounds: ClipBounds, logprob_t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`(lowest, highest, ceiling)` of the ratio, in the maths' dtype on the logprobs' device.
+
+    Tensors, because compiled code is made again for every new number.
+    """
+    ceiling = MAX_RATIO if bounds.dual is None else min(bounds.dual, MAX_RATIO)
+    limits = (1.0 - bounds.low, min(1.0 + bounds.high, MAX_RATIO), ceiling)
+    return tuple(logprob_t.new_full((), limit, dtype=compute_dtype(logprob_t)) for limit in limits)
 
 
 def _plain_terms(core: Core, tokens: PolicyTokens, given_t: torch.Tensor) -> PolicyTerms:
@@ -258,26 +272,28 @@ def weighted(
 
 
 def clipped(
-    log_ratio_t: torch.Tensor, advantage_t: torch.Tensor, low: float, high: float, dual: float | None
+    log_ratio_t: torch.Tensor,
+    advantage_t: torch.Tensor,
+    lowest: torch.Tensor,
+    highest: torch.Tensor,
+    ceiling: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """`(loss_t, slope_t, ratio_t, log_ratio_t, clipped_low_t, clipped_high_t)` of the clipped surrogate.
 
-    `log_ratio_t` and `advantage_t` are 0 outside the mask, and so is all that follows, the ratio 1.
+    The worse of -r A and -clip(r) A is -A times the ratio kept to one side: at most `highest` for A > 0, at
+    least `lowest` for A < 0, where the dual clip is an upper bound of the ratio too. `log_ratio_t` and
+    `advantage_t` are 0 outside the mask; then so is all that follows, and the ratio 1.
     """
-    bounded_t = log_ratio_t.clamp(max=MAX_LOG_RATIO)
-    ratio_t = bounded_t.exp()
-    plain_t = -advantage_t * ratio_t
-    at_bound_t = -advantage_t * ratio_t.clamp(1.0 - low, 1.0 + high)
+    log_ratio_t = log_ratio_t.clamp(max=MAX_LOG_RATIO)
+    ratio_t = log_ratio_t.exp()
+    least_t = torch.where(advantage_t < 0.0, lowest, 0.0)
+    most_t = torch.where(advantage_t > 0.0, highest, ceiling)
     # maximum and minimum hand a NaN on: a broken model must not look like a small loss.
-    loss_t = torch.maximum(plain_t, at_bound_t)
-    decided_t = at_bound_t > plain_t
-    above_t = (decided_t & (ratio_t > 1.0)) | ((log_ratio_t > MAX_LOG_RATIO) & (plain_t > 0.0))
-    if dual is not None:
-        ceiling_t = torch.where(advantage_t < 0.0, -advantage_t * dual, torch.inf)
-        above_t = above_t | (loss_t > ceiling_t)
-        loss_t = torch.minimum(loss_t, ceiling_t)
-    slope_t = torch.where(decided_t | above_t, 0.0, plain_t)
-    return loss_t, slope_t, ratio_t, bounded_t, decided_t & (ratio_t < 1.0), above_t
+    bounded_t = torch.minimum(torch.maximum(ratio_t, least_t), most_t)
+    loss_t = -advantage_t * bounded_t
+    slope_t = torch.where(bounded_t == ratio_t, loss_t, 0.0)
+    above_t = (ratio_t > most_t) & (advantage_t != 0.0)
+    return loss_t, slope_t, ratio_t, log_ratio_t, ratio_t < least_t, above_t
 
 
 def selected(value_t: torch.Tensor, mask_t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -291,11 +307,11 @@ def _clip(
     advantage_t: torch.Tensor,
     mask_t: torch.Tensor,
     weight_t: torch.Tensor | None,
-    *bounds: Any,
+    *limits: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     dtype = compute_dtype(logprob_t)
     log_ratio_t = masked_log_ratio(logprob_t.to(dtype), old_logprob_t.to(dtype), mask_t)
-    loss_t, slope_t, *rest = clipped(log_ratio_t, selected(advantage_t, mask_t, dtype), *bounds)
+    loss_t, slope_t, *rest = clipped(log_ratio_t, selected(advantage_t, mask_t, dtype), *limits)
     return *weighted(loss_t, slope_t, mask_t, weight_t), *rest
 
 
@@ -305,17 +321,17 @@ def _cispo(
     advantage_t: torch.Tensor,
     mask_t: torch.Tensor,
     weight_t: torch.Tensor | None,
-    *bounds: float,
+    *limits: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     dtype = compute_dtype(logprob_t)
-    low, high = bounds
+    lowest, highest, _ = limits
     logprob_t = selected(logprob_t, mask_t, dtype)
     log_ratio_t = logprob_t - selected(old_logprob_t, mask_t, dtype)
     bounded_t = log_ratio_t.clamp(max=MAX_LOG_RATIO)
     ratio_t = bounded_t.exp()
-    slope_t = -selected(advantage_t, mask_t, dtype) * ratio_t.clamp(1.0 - low, 1.0 + high)
+    slope_t = -selected(advantage_t, mask_t, dtype) * ratio_t.clamp(lowest, highest)
     loss_t, slope_t = weighted(slope_t * logprob_t, slope_t, mask_t, weight_t)
-    return loss_t, slope_t, ratio_t, bounded_t, ratio_t < 1.0 - low, ratio_t > 1.0 + high
+    return loss_t, slope_t, ratio_t, bounded_t, ratio_t < lowest, ratio_t > highest
 
 
 def _reinforce(

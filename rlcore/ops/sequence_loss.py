@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rlcore.collectives import Group, all_reduce_
@@ -14,6 +12,7 @@ from rlcore.ops.loss import (
     clipped,
     masked_log_ratio,
     old_logprob_of,
+    ratio_limits,
     selected,
     terms_of,
     weighted,
@@ -43,6 +42,7 @@ def gspo_terms(
     Source: Zheng et al. 2025 (GSPO, and GSPO-token in its section 4.3).
     """
     old_logprob_t = old_logprob_of(tokens)
+    limits = ratio_limits(bounds, tokens.logprob_t)
 
     def compute(logprob_t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         places = (tokens.mask_t, segments.segment_t, segments.num_segments)
@@ -51,7 +51,7 @@ def gspo_terms(
         log_ratio_s = (sums_s2[:, 0] / sums_s2[:, 1].clamp(min=1)).to(compute_dtype(logprob_t))
         given = (tokens.advantage_t, tokens.mask_t, segments.segment_t, log_ratio_s)
         factors = (tokens.weight_t, tokens.multiplier_t)
-        return evaluate(_sequence_clip, *given, *factors, bounds.low, bounds.high, bounds.dual)
+        return evaluate(_sequence_clip, *given, *factors, *limits)
 
     return terms_of(differentiable(tokens.logprob_t, compute), tokens.multiplier_t is not None)
 
@@ -75,14 +75,14 @@ def _sequence_clip(
     log_ratio_s: torch.Tensor,
     weight_t: torch.Tensor | None,
     multiplier_t: torch.Tensor | None,
-    *bounds: Any,
+    *limits: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     dtype = log_ratio_s.dtype
     # A token of no sequence has no ratio: masked by contract, and here.
     mask_t = mask_t & (segment_t >= 0)
     padded_s = torch.cat([log_ratio_s, log_ratio_s.new_zeros(1)])
     log_ratio_t = torch.where(mask_t, padded_s[row_of(segment_t, log_ratio_s.shape[0])], 0.0)
-    loss_t, slope_t, *rest = clipped(log_ratio_t, selected(advantage_t, mask_t, dtype), *bounds)
+    loss_t, slope_t, *rest = clipped(log_ratio_t, selected(advantage_t, mask_t, dtype), *limits)
     loss_t, slope_t = weighted(loss_t, slope_t, mask_t, weight_t)
     if multiplier_t is None:
         return loss_t, slope_t, *rest
