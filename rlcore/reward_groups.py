@@ -66,7 +66,7 @@ def group_rewards(
     rows_k = rows_k[group_id_s[rows_k].argsort(stable=True)]
     _, group_k, size_g = torch.unique_consecutive(group_id_s[rows_k], return_inverse=True, return_counts=True)
     slot_k = torch.arange(rows_k.numel(), device=rows_k.device) - (size_g.cumsum(0) - size_g)[group_k]
-    # One slot at least: without a sample that counts there are no groups, and statistics of nothing still run.
+    # One slot at least: statistics still run where no sample counts and there are no groups.
     num_slots = max(1, int(size_g.max()) if size_g.numel() else 0)
     reward_gn = torch.zeros((size_g.numel(), num_slots), dtype=torch.float64, device=reward_s.device)
     reward_gn[group_k, slot_k] = reward_s[rows_k].to(torch.float64)
