@@ -123,10 +123,27 @@ class TaskConfig:
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    estimator: Literal["grpo"] = "grpo"
-    """`grpo`: reward minus the group mean, over the group's sample standard deviation."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation (Bessel)."""
+    estimator: Literal["grpo", "rloo", "reinforce_pp"] = "grpo"
+    """`grpo`: reward minus the group mean, over the group's sample standard deviation. `rloo`: reward minus
+    the mean of the group's other rewards. `reinforce_pp`: reward per token, whitened over all response tokens
+    of the step.
+    """
+    normalize_std: bool | None = None
+    """`grpo` only: divide by the group's standard deviation (Bessel); None: yes. The others leave no choice.
+    """
+    leave_one_out: bool = False
+    """`grpo` only: mean and deviation are those of the group's other samples."""
+    drop_equal_groups: bool = False
+    """Samples of a group whose raw rewards are all equal leave the step and every denominator (DAPO)."""
+    mask_truncated: bool = False
+    """Samples whose response did not end by itself leave the step, every denominator and their group's
+    statistics (DAPO's overlong filtering).
+    """
+
+    @property
+    def divides_by_std(self) -> bool:
+        """Does `grpo` divide by a standard deviation?"""
+        return self.estimator == "grpo" and self.normalize_std is not False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
+from rlcore.config_rules_advantage import check_advantage
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -34,7 +35,7 @@ def check_run_config(config: RunConfig) -> None:
     check_heads_divide(config)
     check_sequence_parallel(config)
     check_layers_divide(config)
-    check_group_size(config)
+    check_advantage(config)
     check_minibatch(config)
 
 
@@ -249,15 +250,6 @@ def check_layers_divide(config: RunConfig) -> None:
         raise ConfigError(
             f"model.num_layers={layers} is not a multiple of parallel.pp={config.parallel.pp}. Change one "
             "of them."
-        )
-
-
-def check_group_size(config: RunConfig) -> None:
-    """A group of one has advantage 0: nothing would ever be learned."""
-    if config.rollout.samples_per_prompt < 2:
-        raise ConfigError(
-            "rollout.samples_per_prompt=1 makes every GRPO advantage 0 (a group of one has no baseline). "
-            "Set rollout.samples_per_prompt to at least 2."
         )
 
 

@@ -8,7 +8,6 @@ batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from rlcore.advantages import grpo_advantages
+from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
 from rlcore.batch import Prompt, Rollout, TrainBatch
 from rlcore.collectives import broadcast_, raise_together
-from rlcore.config import RunConfig
+from rlcore.config import AdvantageConfig, RunConfig
+from rlcore.dynamic_sampling import SampleSelection, select_samples
 from rlcore.groups import ParallelGroups
 from rlcore.interfaces import PolicyWorker, RolloutEngine, RunLog, Task
 from rlcore.masks import kl_mask, retained_mask
-from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, reduce_metrics
+from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_over, reduce_metrics
+from rlcore.reward_groups import MAX_REWARD, group_rewards
 
 
 def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: Task, log: RunLog) -> None:
@@ -41,10 +42,18 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
             prompts, config.rollout.samples_per_prompt, rollout_seed(config.seed, step, groups.dp_rank)
         )
         reward_s = score(rollout, prompts, task, groups)
-        advantage_s = grpo_advantages(reward_s, rollout.group_id_s, config.advantage.normalize_std)
+        selection = select_samples(
+            reward_s,
+            rollout.group_id_s,
+            rollout.finished_s,
+            drop_equal_groups=config.advantage.drop_equal_groups,
+            mask_truncated=config.advantage.mask_truncated,
+        )
+        advantage_sl = token_advantages(config.advantage, rollout, reward_s, selection.counts_s, groups)
         rolled_out = time.perf_counter()
 
-        batch = score_old_policy(config, worker, build_batch(rollout, advantage_s))
+        batch = build_batch(rollout, advantage_sl, selection.counts_s)
+        batch = score_old_policy(config, worker, batch)
         scored = time.perf_counter()
         updates = [
             worker.train_step(minibatch)
@@ -53,7 +62,8 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
         ]
         finished = time.perf_counter()
 
-        metrics = reduce_metrics(step_metrics(rollout, batch, reward_s), groups.dp, reward_s.device)
+        own = step_metrics(rollout, batch, reward_s, selection)
+        metrics = reduce_metrics(own, groups.dp, reward_s.device)
         metrics |= {
             "time/rollout_s": rolled_out - started,
             "time/old_logprobs_s": scored - rolled_out,
@@ -168,10 +178,11 @@ def grade(task: Task, prompt: Prompt, response_ids: Sequence[int]) -> float:
         reward = float(task.reward(prompt, response_ids))
     except (Exception, SystemExit) as cause:
         raise ValueError(f"the reward function raised {type(cause).__name__}: {cause}") from cause
-    if not math.isfinite(reward):
+    # NaN compares False. The same bound as in the estimators, which run on each rank for itself.
+    if not abs(reward) <= MAX_REWARD:
         raise ValueError(
-            f"the reward function returned {reward}; it must return a finite number. Return 0.0 for a "
-            "response that cannot be graded."
+            f"the reward function returned {reward}; it must return a finite number of at most "
+            f"{MAX_REWARD:g} in magnitude. Return 0.0 for a response that cannot be graded."
         )
     return reward
 
@@ -186,15 +197,37 @@ def responses(rollout: Rollout) -> Iterator[list[int]]:
         yield row_l[start:stop]
 
 
-def build_batch(rollout: Rollout, advantage_s: torch.Tensor) -> TrainBatch:
+def token_advantages(
+    advantage: AdvantageConfig,
+    rollout: Rollout,
+    reward_s: torch.Tensor,
+    counts_s: torch.Tensor,
+    groups: ParallelGroups,
+) -> torch.Tensor:
+    """`[S, L]` float32: the advantage of each response token, 0 elsewhere and for samples that do not count.
+
+    Collective over DP where the estimator compares samples of all ranks: all ranks of a model replica hold
+    the same samples, whole.
+    """
+    if advantage.estimator == "reinforce_pp":
+        return reinforce_pp_advantages(reward_s, rollout.token_mask_sl, counts_s, groups.dp)
+    if advantage.estimator == "rloo":
+        advantage_s = rloo_advantages(reward_s, rollout.group_id_s, counts_s)
+    else:
+        advantage_s = grpo_advantages(
+            reward_s, rollout.group_id_s, advantage.divides_by_std, advantage.leave_one_out, counts_s
+        )
+    return torch.where(rollout.token_mask_sl, advantage_s[:, None], 0.0)
+
+
+def build_batch(rollout: Rollout, advantage_sl: torch.Tensor, sample_mask_s: torch.Tensor) -> TrainBatch:
     """The batch without old and reference logprobs."""
-    token_mask_sl = rollout.token_mask_sl
     return TrainBatch(
         ids_sl=rollout.ids_sl,
         length_s=rollout.length_s,
-        token_mask_sl=token_mask_sl,
-        sample_mask_s=torch.ones_like(rollout.length_s, dtype=torch.bool),
-        advantage_sl=torch.where(token_mask_sl, advantage_s[:, None], 0.0).to(torch.float32),
+        token_mask_sl=rollout.token_mask_sl,
+        sample_mask_s=sample_mask_s,
+        advantage_sl=advantage_sl,
         sampler_logprob_sl=rollout.sampler_logprob_sl,
     )
 
@@ -226,23 +259,58 @@ def minibatches(batch: TrainBatch, count: int) -> Iterator[TrainBatch]:
         )
 
 
-def step_metrics(rollout: Rollout, batch: TrainBatch, reward_s: torch.Tensor) -> dict[str, Metric]:
-    """What one rank knows about its share of a step, before any reduction."""
-    assert batch.old_logprob_sl is not None and batch.keep_old_sl is not None
-    sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
-    valid_sl = kl_mask(batch.token_mask_sl, sample_mask_sl)
-    retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
-    gap_sl = (batch.sampler_logprob_sl - batch.old_logprob_sl).abs()
-    every_s = torch.ones_like(reward_s, dtype=torch.bool)
+def step_metrics(
+    rollout: Rollout, batch: TrainBatch, reward_s: torch.Tensor, selection: SampleSelection
+) -> dict[str, Metric]:
+    """What one rank knows about its share of a step, before any reduction.
+
+    Rewards and responses are those of every sample drawn, whether it takes part in the update or not.
+    """
+    every_s = torch.ones_like(rollout.finished_s)
+    length_s = rollout.token_mask_sl.sum(dim=1)
+    equal_g = group_rewards(reward_s, rollout.group_id_s).equal_g
     return {
         "reward/mean": mean_over(reward_s, every_s),
         "reward/max": max_over(reward_s, every_s),
-        "response/length": Mean(batch.token_mask_sl.sum(), len(reward_s)),
-        "response/finished": mean_over(rollout.finished_s, every_s),
-        "mismatch/abs_mean": mean_over(gap_sl, retained_sl),
-        "mismatch/abs_max": max_over(gap_sl, retained_sl),
-        "mismatch/out_of_support": mean_over(~batch.keep_old_sl, valid_sl),
+        "reward/equal_groups": mean_over(equal_g, torch.ones_like(equal_g)),
+        "response/length": Mean(length_s.sum(), len(reward_s)),
+        "response/length_quantile": quantiles_over(length_s, every_s),
+        "response/truncated": mean_over(~rollout.finished_s, every_s),
+        "samples/counted": Sum(selection.counts_s.sum()),
+        "samples/masked_truncated": Sum(selection.truncated_s.sum()),
+        "samples/dropped_equal_group": Sum(selection.equal_group_s.sum()),
+        **mismatch_metrics(batch),
         "batch/tokens": Sum(batch.length_s.sum()),
+    }
+
+
+# Clamp of the log ratio before exp, in nats: exp(20) is far from overflowing a mean.
+MAX_LOG_RATIO = 20.0
+
+
+def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
+    """How far the trainer's old policy is from the sampler, on the same tokens.
+
+    Differences of filtered logprobs see the retained tokens that are in both supports; the rest sees the KL
+    mask. `k3` estimates KL(sampler || old policy): the tokens are the sampler's.
+    """
+    assert batch.old_logprob_sl is not None and batch.keep_old_sl is not None
+    assert batch.old_log_mass_sl is not None
+    sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
+    valid_sl = kl_mask(batch.token_mask_sl, sample_mask_sl)
+    retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
+    keep_sampler_sl = ~torch.isneginf(batch.sampler_logprob_sl)
+    both_sl = retained_sl & keep_sampler_sl
+    old_sl = torch.where(both_sl, batch.old_logprob_sl.double(), 0.0)
+    log_ratio_sl = old_sl - torch.where(both_sl, batch.sampler_logprob_sl.double(), 0.0)
+    bounded_sl = log_ratio_sl.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "mismatch/abs_mean": mean_over(log_ratio_sl.abs(), both_sl),
+        "mismatch/abs_max": max_over(log_ratio_sl.abs(), both_sl),
+        "mismatch/k3": mean_over(torch.expm1(bounded_sl) - bounded_sl, both_sl),
+        "mismatch/out_of_support": mean_over(~batch.keep_old_sl, valid_sl),
+        "mismatch/sampler_out_of_support": mean_over(~keep_sampler_sl, valid_sl),
+        "mismatch/old_log_mass": mean_over(batch.old_log_mass_sl, valid_sl),
     }
 
 

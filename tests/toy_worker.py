@@ -88,6 +88,8 @@ class ToyWorker:
         sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
         retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
         denominator = all_reduce_(retained_sl.sum().double(), "sum", self.groups.dp)
+        if not bool(denominator > 0):
+            return StepResult(metrics={}, stepped=False, reason="no token of the whole step counts")
         terms = clipped_policy_terms(
             scored.logprob_t,
             batch.old_logprob_sl[:, 1:].flatten(),

@@ -21,7 +21,13 @@ CORE = (
     "rlcore.batch",
     "rlcore.metrics",
 )
-INTERFACES = ("rlcore.interfaces", "rlcore.config", "rlcore.config_parse", "rlcore.config_rules")
+INTERFACES = (
+    "rlcore.interfaces",
+    "rlcore.config",
+    "rlcore.config_parse",
+    "rlcore.config_rules",
+    "rlcore.config_rules_advantage",
+)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # module or package -> prefixes of ours it may import, itself always included; the longest match counts
@@ -29,15 +35,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.collectives": (),
     "rlcore.groups": ("rlcore.collectives",),
     "rlcore.batch": (),
-    "rlcore.metrics": ("rlcore.collectives",),
+    "rlcore.quantiles": (),
+    "rlcore.metrics": ("rlcore.collectives", "rlcore.quantiles"),
     "rlcore.masks": ("rlcore.metrics",),
     "rlcore.config_parse": (),
-    "rlcore.config_rules": ("rlcore.config_parse", "rlcore.config"),
+    "rlcore.config_rules": ("rlcore.config_parse", "rlcore.config", "rlcore.config_rules_advantage"),
+    "rlcore.config_rules_advantage": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.config": ("rlcore.config_parse", "rlcore.config_rules", "rlcore.sampling"),
     "rlcore.interfaces": ("rlcore.batch", "rlcore.groups"),
-    "rlcore.advantages": CORE,
+    "rlcore.reward_groups": (),
+    "rlcore.whitening": ("rlcore.collectives",),
+    "rlcore.gae": (),
+    "rlcore.advantages": ("rlcore.collectives", "rlcore.reward_groups", "rlcore.whitening"),
+    "rlcore.dynamic_sampling": ("rlcore.reward_groups",),
     "rlcore.run_log": (*CORE, *INTERFACES),
-    "rlcore.trainer": (*CORE, *INTERFACES, "rlcore.advantages"),
+    "rlcore.trainer": (
+        *(*CORE, *INTERFACES, "rlcore.advantages", "rlcore.dynamic_sampling"),
+        "rlcore.reward_groups",
+    ),
     "rlcore.ops": CORE,
     "rlcore.layout": CORE,
     "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops"),

@@ -78,7 +78,46 @@ def test_every_field_is_documented():
         ({"model": {**MODEL, "num_layers": 0}}, r"model.num_layers=0"),
         (
             {"rollout": {"samples_per_prompt": 1}},
-            r"rollout.samples_per_prompt=1 makes every GRPO advantage 0",
+            r"rollout.samples_per_prompt=1 makes every advantage 0.*advantage.estimator=grpo",
+        ),
+        (
+            {"rollout": {"samples_per_prompt": 1}, "advantage": {"estimator": "rloo"}},
+            r"rollout.samples_per_prompt=1 makes every advantage 0.*advantage.estimator=rloo",
+        ),
+        (
+            {
+                "rollout": {"samples_per_prompt": 1, "prompts_per_step": 1},
+                "advantage": {"estimator": "reinforce_pp"},
+            },
+            r"advantage.estimator=reinforce_pp.*one response a step",
+        ),
+        ({"advantage": {"estimator": "gae"}}, r"advantage.estimator='gae': expected one of 'grpo', 'rloo'"),
+        (
+            {"advantage": {"estimator": "rloo", "normalize_std": True}},
+            r"advantage.normalize_std=true does nothing.*never divides by standard deviation",
+        ),
+        (
+            {"advantage": {"estimator": "reinforce_pp", "normalize_std": False}},
+            r"advantage.normalize_std=false does nothing.*the whole step's standard deviation",
+        ),
+        (
+            {"advantage": {"estimator": "rloo", "leave_one_out": True}},
+            r"advantage.leave_one_out=true does nothing.*always leaves the sample out",
+        ),
+        (
+            {"advantage": {"estimator": "reinforce_pp", "leave_one_out": True}},
+            r"advantage.leave_one_out=true does nothing.*has no group baseline",
+        ),
+        (
+            {"rollout": {"samples_per_prompt": 2}, "advantage": {"leave_one_out": True}},
+            r"advantage.leave_one_out=true.*rollout.samples_per_prompt=2 leaves one",
+        ),
+        (
+            {
+                "rollout": {"samples_per_prompt": 1},
+                "advantage": {"estimator": "reinforce_pp", "drop_equal_groups": True},
+            },
+            r"advantage.drop_equal_groups=true drops every group",
         ),
         ({"rollout": {"max_new_tokens": 0}}, r"rollout.max_new_tokens=0"),
         (
@@ -118,6 +157,24 @@ def test_refused(sections, message):
     """CASES B05 (d), B50 and the issue's bad inputs: each names the key as typed."""
     with pytest.raises(ConfigError, match=message):
         load(**sections)
+
+
+@pytest.mark.parametrize(
+    ("section", "samples"),
+    [
+        ({"estimator": "rloo"}, 2),
+        ({"estimator": "reinforce_pp"}, 1),
+        ({"leave_one_out": True}, 3),
+        ({"leave_one_out": True, "normalize_std": False}, 2),
+        ({"normalize_std": True, "drop_equal_groups": True, "mask_truncated": True}, 2),
+    ],
+)
+def test_advantage_sections_that_do_something_are_accepted(section, samples):
+    """The smallest group each of them can compare."""
+    config = load(advantage=section, rollout={"samples_per_prompt": samples})
+    assert config.advantage.divides_by_std == (
+        section.get("estimator", "grpo") == "grpo" and section.get("normalize_std", True)
+    )
 
 
 @pytest.mark.parametrize("top_k", [0, -1, None, 50, 10**9])

@@ -9,7 +9,21 @@ import torch
 import torch.distributed as dist
 
 from rlcore.collectives import record_collectives
-from rlcore.metrics import Max, Mean, Min, Sum, add_metrics, max_over, mean_over, min_over, reduce_metrics
+from rlcore.metrics import (
+    EffectiveSize,
+    Max,
+    Mean,
+    Min,
+    Sum,
+    add_metrics,
+    effective_size_over,
+    max_over,
+    mean_over,
+    min_over,
+    neutral_like,
+    quantiles_over,
+    reduce_metrics,
+)
 from tests.rank_pool import run_ranks
 
 
@@ -21,8 +35,9 @@ def test_mean_is_token_weighted():
 
 def test_affine_functions_come_from_the_pair():
     """CASES B36 (b): two microbatches hold 3 and 5 of 10 kept tokens: masked 0.2, not (1-.3)+(1-.5)."""
-    total = add_metrics([{"kept": Mean(3, 10)}, {"kept": Mean(5, 0)}])
-    assert reduce_metrics({"masked": total["kept"].complement()}) == pytest.approx({"masked": 0.2})
+    kept = add_metrics([{"kept": Mean(3, 10)}, {"kept": Mean(5, 0)}])["kept"]
+    assert isinstance(kept, Mean)
+    assert reduce_metrics({"masked": kept.complement()}) == pytest.approx({"masked": 0.2})
 
 
 def test_empty_microbatch_does_not_win_an_extreme():
@@ -74,13 +89,48 @@ def test_accumulation_is_float64():
 
 def test_metrics_hold_no_graph():
     weight = torch.ones(3, requires_grad=True)
-    total = add_metrics([{"loss": Mean(weight.sum(), 3)}, {"loss": Mean(weight.sum(), 3)}])
-    assert not total["loss"].num.requires_grad
+    total = add_metrics([{"loss": Mean(weight.sum(), 3)}, {"loss": Mean(weight.sum(), 3)}])["loss"]
+    assert isinstance(total, Mean) and isinstance(total.num, torch.Tensor) and not total.num.requires_grad
 
 
 def test_a_name_keeps_its_type():
     with pytest.raises(ValueError, match="'x' is a Max"):
         add_metrics([{"x": Sum(1)}, {"x": Max(1)}])
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_effective_size_over_any_split(cut):
+    """Weights 3, 1, 1, 1: 36 / 12 = 3. The sum of the parts' own sizes would be 4 for most cuts."""
+    weight = torch.tensor([3.0, 1.0, 1.0, 1.0, math.nan])
+    mask = torch.tensor([True, True, True, True, False])
+    parts = [effective_size_over(weight[part], mask[part]) for part in (slice(cut), slice(cut, 5))]
+    assert reduce_metrics(add_metrics([{"size": part} for part in parts])) == {"size": 3.0}
+
+
+def test_effective_size_edges():
+    """n equal weights are worth n; nothing and all zero are worth 0; squares of large float32 weights fit."""
+    every = torch.ones(5).bool()
+    for scale in (1e-20, 1.0, 1e30):
+        size = reduce_metrics({"n": effective_size_over(torch.full((5,), scale), every)})["n"]
+        assert size == pytest.approx(5.0)
+    metrics = {"zero": effective_size_over(torch.zeros(5), every), "none": EffectiveSize(0, 0)}
+    assert reduce_metrics(metrics) == {"zero": 0.0, "none": 0.0}
+
+
+def test_neutral_like_adds_nothing():
+    """What a rank without data hands in, for every type."""
+    value, mask = torch.tensor([1.0, 4.0]), torch.ones(2).bool()
+    metrics = {
+        "mean": mean_over(value, mask),
+        "sum": Sum(3.0),
+        "min": min_over(value, mask),
+        "max": max_over(value, mask),
+        "size": effective_size_over(value, mask),
+        "quantiles": quantiles_over(value, mask),
+    }
+    neutral = {name: neutral_like(metric) for name, metric in metrics.items()}
+    assert reduce_metrics(add_metrics([neutral, metrics, neutral])) == reduce_metrics(metrics)
+    assert reduce_metrics(neutral) == {"mean": 0.0, "sum": 0.0, "size": 0.0}
 
 
 def _rank_metrics(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
@@ -92,6 +142,7 @@ def _rank_metrics(rank: int, world_size: int) -> tuple[dict[str, float], list[st
         "low": Min(float(rank)) if has_data else Min(math.inf),
         "high": Max(float(rank)) if has_data else Max(-math.inf),
         "nothing": Max(-math.inf),
+        "size": effective_size_over(torch.tensor([1.0, rank + 1.0]), torch.tensor([has_data] * 2)),
     }
     if rank % 2:
         metrics = dict(reversed(metrics.items()))
@@ -109,6 +160,7 @@ def test_ranks_agree_and_an_empty_rank_is_neutral(world_size):
         "count": float(sum(ranks)),
         "low": 0.0,
         "high": float(max(ranks)),
+        "size": sum(rank + 2 for rank in ranks) ** 2 / sum(1 + (rank + 1) ** 2 for rank in ranks),
     }
     for reduced, kinds in run_ranks(_rank_metrics, world_size):
         assert reduced == expected
