@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from rlcore.batch import Microbatch, TrainBatch
+from rlcore.step_weights import StepWeights
 
 # Fill of positions that predict nothing, by field: neutral values that no mask lets through.
 _FILLS = {
@@ -20,6 +21,14 @@ _FILLS = {
     "keep_old": True,
     "old_log_mass": 0.0,
     "reference_logprob": 0.0,
+}
+_WEIGHT_FILLS = {
+    "policy_multiplier": 0.0,
+    "kl_multiplier": 0.0,
+    "nll_multiplier": 0.0,
+    "sequence_keep": True,
+    "importance": 1.0,
+    "importance_keep": True,
 }
 
 
@@ -35,17 +44,28 @@ def padded_length(batch: TrainBatch, length_multiple: int) -> int:
     return -(-batch.ids_sl.shape[1] // length_multiple) * length_multiple
 
 
-def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 1) -> list[Microbatch]:
-    """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
-
-    Raises `ValueError` for a batch without sequences, or without a single position that predicts something.
-    """
+def check_splits(batch: TrainBatch) -> None:
+    """`ValueError` for a batch without sequences, or without a single position that predicts something."""
     if batch.num_sequences == 0 or batch.ids_sl.shape[1] < 2:
         raise ValueError(
             f"a batch of shape {tuple(batch.ids_sl.shape)} holds nothing to predict: expected at least one "
             "sequence of "
             "at least two tokens."
         )
+
+
+def split_batch(
+    batch: TrainBatch,
+    microbatch_size: int,
+    length_multiple: int = 1,
+    weights: StepWeights | None = None,
+) -> list[Microbatch]:
+    """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
+
+    `weights`: what the loss reads of each token; None for a scoring pass. Raises as `check_splits`.
+
+    """
+    check_splits(batch)
     length = padded_length(batch, length_multiple)
     rows = num_microbatches(batch, microbatch_size) * microbatch_size
     ids_sl = _pad(batch.ids_sl, rows, length, 0)
@@ -59,15 +79,23 @@ def split_batch(batch: TrainBatch, microbatch_size: int, length_multiple: int = 
         "sample_mask": sample_mask_s.expand(rows, length),
         "sample_index": index_s.expand(rows, length),
     }
-    for name, fill in _FILLS.items():
-        value_sl = getattr(batch, f"{name}_sl")
-        if value_sl is not None:
-            columns[name] = _shift(_pad(value_sl, rows, length, fill), fill)
+    sources = [(batch, _FILLS)] if weights is None else [(batch, _FILLS), (weights, _WEIGHT_FILLS)]
+    for source, fills in sources:
+        for name, fill in fills.items():
+            value_sl = getattr(source, f"{name}_sl")
+            if value_sl is not None:
+                columns[name] = _shift(_pad(value_sl, rows, length, fill), fill)
     position_l = torch.arange(length, device=ids_sl.device)
+    row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
     return [
         Microbatch(
             input_ids_bl=ids_sl[start : start + microbatch_size],
             position_ids_bl=position_l.expand(microbatch_size, length),
+            segment_t=torch.where(
+                index_s[start : start + microbatch_size, 0].repeat_interleave(length) < 0, -1, row_t
+            ),
+            num_segments=microbatch_size,
+            num_samples=batch.num_sequences,
             **{
                 f"{name}_t": value[start : start + microbatch_size].reshape(-1)
                 for name, value in columns.items()

@@ -54,7 +54,9 @@ def uses_transformer_engine() -> bool:
     return on_gpu and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: DtypeName) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: DtypeName, per_token_loss: bool = False
+) -> TransformerConfig:
     """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the
     model.
     """
@@ -89,6 +91,7 @@ def transformer_config(arch: Architecture, parallel: ParallelConfig, dtype: Dtyp
         masked_softmax_fusion=False,
         apply_rope_fusion=uses_transformer_engine(),
         gradient_accumulation_fusion=False,
+        calculate_per_token_loss=per_token_loss,
         persist_layer_norm=False,
     )
 
@@ -113,14 +116,18 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
 
 
 def build_model(
-    arch: Architecture, parallel: ParallelConfig, dtype: DtypeName, groups: ParallelGroups
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: DtypeName,
+    groups: ParallelGroups,
+    per_token_loss: bool = False,
 ) -> GPTModel:
     """This rank's stage as a bare module with undefined weights: load or draw them next.
 
     The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the
-    replica.
+    replica. `per_token_loss`: Megatron divides gradients by the token counts that the loss returns.
     """
-    config = transformer_config(arch, parallel, dtype)
+    config = transformer_config(arch, parallel, dtype, per_token_loss)
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_specs(arch, parallel),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -17,26 +16,26 @@ from megatron_worker.architecture import architecture_from_config, architecture_
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
-    Denominators,
-    LossReport,
     OutputHead,
+    divides_by_exact_count,
     make_scoring_step,
     make_train_step,
-    neutral_metrics,
 )
 from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
-from megatron_worker.microbatches import join_scores, split_batch
+from megatron_worker.microbatch_loss import LossReport, neutral_metrics
+from megatron_worker.microbatches import check_splits, join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
+from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
-from rlcore.collectives import all_reduce_, raise_together
+from rlcore.collectives import raise_together
 from rlcore.config import RunConfig
 from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
-from rlcore.masks import kl_mask, retained_mask
-from rlcore.metrics import Metric, add_metrics, reduce_metrics
+from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
 from rlcore.ops.logprob import TokenLogprobs
 from rlcore.sampling import SamplingSpec
+from rlcore.step_weights import StepWeights, weigh_step
 
 
 class MegatronWorker:
@@ -94,7 +93,8 @@ class MegatronWorker:
     def _new_stage(self) -> GPTModel:
         """This rank's stage with the run's initial weights."""
         config = self.config
-        model = build_model(self.arch, config.parallel, config.model.dtype, self.groups)
+        per_token = divides_by_exact_count(config.loss)
+        model = build_model(self.arch, config.parallel, config.model.dtype, self.groups, per_token)
         if config.model.hf_path:
             load_hf_weights(model, self.arch, config.model.hf_path, self.groups)
         else:
@@ -103,7 +103,9 @@ class MegatronWorker:
 
     def logprobs(self, batch: TrainBatch) -> ScoredTokens:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""
-        fields = self._score(batch, self.model, self.spec)
+        loss = self.config.loss
+        unfiltered = loss.kl_coef > 0 and loss.kl_in == "reward"
+        fields = self._score(batch, self.model, self.spec, unfiltered)
         logprob_sl = fields["logprob"]
         # Without truncation nothing else travels: no mass is cut, and only a banned id has no logprob.
         keep_sl = fields.get("keep", ~torch.isneginf(logprob_sl))
@@ -111,6 +113,7 @@ class MegatronWorker:
             logprob_sl=logprob_sl,
             keep_sl=keep_sl,
             log_mass_sl=fields.get("log_mass", torch.zeros_like(logprob_sl)),
+            unfiltered_logprob_sl=fields.get("unfiltered_logprob", logprob_sl) if unfiltered else None,
         )
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -121,9 +124,11 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _score(
-        self, batch: TrainBatch, model: torch.nn.Module, spec: SamplingSpec
+        self, batch: TrainBatch, model: torch.nn.Module, spec: SamplingSpec, unfiltered: bool = False
     ) -> dict[str, torch.Tensor]:
-        """The fields of `score_fields(spec)`, token-aligned `[S, L]`, on every stage."""
+        """The fields of `score_fields`, token-aligned `[S, L]`, on every stage."""
+        fields = score_fields(truncates=spec.truncates, unfiltered=unfiltered)
+        self._check_batch_together(batch)
         microbatches = self._split(batch)
         step = make_scoring_step(spec, self.head)
         parts: list[TokenLogprobs] = self._run_schedule(
@@ -137,45 +142,44 @@ class MegatronWorker:
                 field.name: join_scores(
                     [getattr(part, f"{field.name}_t") for part in parts], batch, length, field.name == "keep"
                 )
-                for field in score_fields(truncates=spec.truncates)
+                for field in fields
             }
         # Every rank waits here for every last stage, before anybody acts on the scores.
         raise_together(error, self.groups.world, self.device)
-        fields = score_fields(truncates=spec.truncates)
         return broadcast_from_last_stage(fields, values, tuple(batch.ids_sl.shape), self.groups, self.device)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One optimizer step over the batch of every data-parallel rank.
 
-        A step without a single token that counts is reported and moves nothing. A NaN or inf in logits, loss
-        or gradients raises `ValueError` on all ranks; weights and optimizer are then untouched.
+        A step without a single token that counts is reported and moves nothing. A step with NaN or inf in
+        logits, loss or gradients is refused on all ranks together (`StepResult.refused`), weights and
+        optimizer untouched. `ValueError` on all ranks for a batch that the model or the loss cannot take.
         """
-        microbatches = self._split(batch)
-        if self.config.loss.actor_denominator == "retained" and batch.keep_old_sl is None:
-            # The same on every rank: whether the old pass ran is decided by the loop, not by the data.
-            raise ValueError(
-                "loss.actor_denominator=retained counts keep_old, and the batch has none: score the batch "
-                "with "
-                "logprobs() first, or set loss.actor_denominator=valid."
-            )
-        denominators = self._denominators(batch)
-        if not self._has_tokens(denominators):
+        loss = self.config.loss
+        self._check_old_logprobs(batch)
+        self._check_batch_together(batch)
+        weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
+        microbatches = self._split(batch, weights)
+        has_kl_term = loss.kl_coef > 0 and loss.kl_in == "loss"
+        if not (bool(weights.num_retained > 0) or (has_kl_term and bool(weights.num_valid > 0))):
             return StepResult(
                 metrics={}, stepped=False, reason="no token of the whole step counts: nothing to train on"
             )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        step = make_train_step(self.config.loss, self.spec, self.head, denominators, len(microbatches))
+        step = make_train_step(loss, self.spec, self.head, len(microbatches))
         self.model.train()
         reports: list[LossReport] = self._run_schedule(self.model, step, microbatches)
-        self._refuse_broken_step(reports)
-        metrics = reduce_metrics(self._own_metrics(reports), self.groups.world, self.device)
-        if metrics["tokens/trained"] == 0 and self.config.loss.kl_coef == 0:
+        refusal = refuse_broken_step(reports, self.model, self.groups, self.device)
+        if refusal is not None:
+            return refusal
+        metrics = reduce_metrics(self._own_metrics(reports, weights), self.groups.world, self.device)
+        if metrics["tokens/trained"] == 0 and not has_kl_term:
             # Only the current pass knows this: momentum and weight decay must not move weights for nothing.
             return StepResult(
                 metrics=metrics,
                 stepped=False,
-                reason="the current policy's support holds no token of the step",
+                reason="the current policy's support and the importance filter leave no token of the step",
             )
         success, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         if not success:
@@ -193,20 +197,39 @@ class MegatronWorker:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
         self._open.close()
 
-    def _split(self, batch: TrainBatch) -> list[Microbatch]:
-        """The batch's microbatches; a batch that cannot be split raises on all ranks."""
-        microbatches, error = [], None
+    def _check_old_logprobs(self, batch: TrainBatch) -> None:
+        """What the loss reads of the old policy is there. The same on every rank: whether the old pass ran is
+        decided by the loop, not by the data.
+        """
+        loss = self.config.loss
+        if loss.actor_denominator == "retained" and batch.keep_old_sl is None:
+            raise ValueError(
+                "loss.actor_denominator=retained counts keep_old, and the batch has none: score the batch "
+                "with logprobs() first, or set loss.actor_denominator=valid."
+            )
+        if loss.old_logprobs == "recompute" and batch.old_logprob_sl is None:
+            raise ValueError(
+                f"loss.policy={loss.policy} reads old logprobs, and the batch has none: score the batch with "
+                "logprobs() first, or set loss.policy=on_policy and loss.old_logprobs=skip."
+            )
+
+    def _check_batch_together(self, batch: TrainBatch) -> None:
+        """A batch that one rank cannot take raises on all of them."""
+        error = None
         try:
             self._check_batch(batch)
-            multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-            microbatches = split_batch(batch, self.config.train.microbatch_size, multiple)
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)
-        return microbatches
+
+    def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
+        """The microbatches of a batch that was checked."""
+        multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
+        return split_batch(batch, self.config.train.microbatch_size, multiple, weights)
 
     def _check_batch(self, batch: TrainBatch) -> None:
         """What the model cannot take, by name."""
+        check_splits(batch)
         longest, positions = batch.ids_sl.shape[1], self.arch.max_position_embeddings
         if longest > positions:
             raise ValueError(
@@ -245,26 +268,13 @@ class MegatronWorker:
             collect_non_loss_data=collect,
         )
 
-    def _denominators(self, batch: TrainBatch) -> Denominators:
-        """Global token counts: one all-reduce of two numbers, on every stage."""
-        sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
-        valid = kl_mask(batch.token_mask_sl, sample_mask_sl).sum()
-        retained = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl).sum()
-        counts = torch.stack([retained, valid]).to(device=self.device, dtype=torch.float64)
-        retained, valid = all_reduce_(counts, "sum", self.groups.dp).float()
-        actor = retained if self.config.loss.actor_denominator == "retained" else valid
-        return Denominators(actor=actor, retained=retained, kl=valid)
-
-    def _has_tokens(self, denominators: Denominators) -> bool:
-        """Is there anything to train on, over the whole step?"""
-        return bool(denominators.retained > 0) or (self.config.loss.kl_coef > 0 and bool(denominators.kl > 0))
-
-    def _own_metrics(self, reports: Sequence[LossReport]) -> dict[str, Metric]:
+    def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""
         neutral = neutral_metrics(self.config.loss, self.device)
+        neutral |= {name: neutral_like(metric) for name, metric in weights.metrics.items()}
         if not self.groups.is_last_stage or self.groups.tp_rank != 0:
             return neutral
-        return add_metrics([neutral, *(report.metrics for report in reports)])
+        return add_metrics([neutral, weights.metrics, *(report.metrics for report in reports)])
 
     def _broken_scores(
         self, microbatches: Sequence[Microbatch], parts: Sequence[TokenLogprobs]
@@ -275,38 +285,6 @@ class MegatronWorker:
                 torch.isnan(part.unfiltered_logprob_t) & microbatch.token_mask_t & microbatch.sample_mask_t
             )
             if bool(broken_t.any()):
-                return _broken_error(
-                    "logits", int(microbatch.sample_index_t[broken_t][0]), self.groups.dp_rank
-                )
+                row = int(microbatch.sample_index_t[broken_t][0])
+                return ValueError(broken_message("logits", [(self.groups.dp_rank, row)]))
         return None
-
-    def _refuse_broken_step(self, reports: Sequence[LossReport]) -> None:
-        """Raises on all ranks when any saw NaN or inf in logits, loss or gradients; before the optimizer
-        moves.
-        """
-        samples = [int(report.broken_sample) for report in reports] if self.groups.is_last_stage else []
-        broken = [sample for sample in samples if sample >= 0]
-        error = _broken_error("logits or loss", broken[0], self.groups.dp_rank) if broken else None
-        # The loss first: its message names the sample, and a broken loss breaks every stage's gradients too.
-        raise_together(error, self.groups.world, self.device)
-        if not self._gradients_are_finite():
-            error = ValueError(
-                "NaN or inf in a gradient although the loss is finite; the step was not taken and the "
-                "weights are "
-                "untouched. Lower optimizer.lr or look for overflow in the model."
-            )
-        raise_together(error, self.groups.world, self.device)
-
-    def _gradients_are_finite(self) -> bool:
-        """Reads Megatron's flat gradient buffers: one norm each, one number back from the device."""
-        model: Any = self.model
-        norms = [buffer.grad_data.norm() for buffer in (*model.buffers, *model.expert_parallel_buffers)]
-        return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True
-
-
-def _broken_error(what: str, sample: int, dp_rank: int) -> ValueError:
-    return ValueError(
-        f"NaN or inf in the {what} of sample {sample} on data-parallel rank {dp_rank}; the step was not "
-        "taken and the "
-        "weights are untouched. Check that sample, lower optimizer.lr, or restart from an earlier checkpoint."
-    )

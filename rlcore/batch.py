@@ -80,6 +80,10 @@ class TrainBatch:
     """`[S, L]` bool: was the token inside the trainer's support before the update?"""
     old_log_mass_sl: torch.Tensor | None = None
     """`[S, L]` float32: log of the surviving mass, for diagnostics."""
+    old_unfiltered_logprob_sl: torch.Tensor | None = None
+    """`[S, L]` float32: the old policy's logprob without truncation, where a KL penalty in the reward reads
+    it.
+    """
     reference_logprob_sl: torch.Tensor | None = None
     """`[S, L]` float32: frozen reference policy, never truncated. None: no KL term."""
 
@@ -116,6 +120,8 @@ class ScoredTokens:
     """bool: the token is inside the support. True where nothing was predicted."""
     log_mass_sl: torch.Tensor
     """float32, <= 0: log of the surviving mass."""
+    unfiltered_logprob_sl: torch.Tensor | None = None
+    """float32 under the whole distribution, where the config asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +156,24 @@ class Microbatch:
     """`[T]` float32."""
     reference_logprob_t: torch.Tensor | None = None
     """`[T]` float32."""
+    segment_t: torch.Tensor | None = None
+    """`[T]` int64: index of the position's sequence in this microbatch; -1 in filler."""
+    policy_multiplier_t: torch.Tensor | None = None
+    """`[T]` float32: this and the next five as in `rlcore.step_weights.StepWeights`; None for scoring."""
+    kl_multiplier_t: torch.Tensor | None = None
+    """`[T]` float32."""
+    nll_multiplier_t: torch.Tensor | None = None
+    """`[T]` float32."""
+    sequence_keep_t: torch.Tensor | None = None
+    """`[T]` bool."""
+    importance_t: torch.Tensor | None = None
+    """`[T]` float32."""
+    importance_keep_t: torch.Tensor | None = None
+    """`[T]` bool."""
+    num_segments: int = 0
+    """Sequences of this microbatch, filler included."""
+    num_samples: int = 0
+    """Rows of the step's batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,3 +186,9 @@ class StepResult:
     """False when the step was refused or empty; weights and optimizer are then untouched."""
     reason: str = ""
     """Why the step was not taken."""
+    refused: bool = False
+    """Not taken because of NaN or inf, on all ranks together."""
+    broken_samples: tuple[tuple[int, int], ...] = ()
+    """The samples with NaN or inf in logits or loss: data-parallel rank and row of its batch; the first few
+    of each rank.
+    """

@@ -148,20 +148,69 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The clipped policy-gradient loss."""
+    """The objective: a policy-gradient term, and terms beside it that are off by default."""
 
+    policy: Literal["clip", "gspo", "cispo", "reinforce", "on_policy"] = "clip"
+    """`clip`: PPO/GRPO/DAPO. `gspo`: the same with one ratio per sequence. `cispo`: the ratio is a clipped,
+    detached weight. `reinforce`: -advantage x logprob. `on_policy`: gradient of the ratio at 1.
+    """
     ratio_clip_min: float = 0.2
     """Epsilon below: the ratio is clipped at 1 - ratio_clip_min."""
     ratio_clip_max: float = 0.2
     """Epsilon above: the ratio is clipped at 1 + ratio_clip_max."""
-    actor_denominator: Literal["retained", "valid"] = "retained"
-    """`retained`: token & sample & keep_old. `valid`: token & sample."""
+    ratio_clip_c: float | None = None
+    """Dual clip, above 1: with a negative advantage a token's loss is at most -c x advantage. `clip` and
+    `gspo` only.
+    """
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length"] = (
+        "token_mean"
+    )
+    """How token losses become one number; every mean is over the whole step and all ranks."""
+    fixed_length: int | None = None
+    """Tokens that `fixed_length` divides each sequence's sum by (Dr.GRPO), such as the length limit."""
+    actor_denominator: Literal["retained", "valid", "retained_exact"] = "retained"
+    """`retained`: token & sample & keep_old. `valid`: token & sample. `retained_exact`: also without the
+    tokens that only the current policy drops, counted by Megatron after the last forward.
+    """
+    old_logprobs: Literal["recompute", "skip"] = "recompute"
+    """`skip`: no scoring pass before the update; for `on_policy` and `reinforce`, which have no ratio."""
     kl_coef: float = 0.0
-    """Weight of the reference KL term (k3, on unfiltered logprobs). 0 loads no reference policy."""
-    kl_type: Literal["k3"] = "k3"
-    """KL estimator."""
+    """Weight of the reference KL (on unfiltered logprobs). 0 loads no reference policy."""
+    kl_type: Literal["k1", "k2", "k3", "abs", "mse"] = "k3"
+    """KL estimator; see `rlcore/ops/kl.py`."""
+    kl_gradient: Literal["score", "plain"] = "score"
+    """`score`: with the score-function term. `plain`: the value's own derivative. Not for `kl_in=reward`."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: a term beside the policy's. `reward`: the sum over a response is taken from its reward."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the exact entropy of the distribution that is sampled from."""
+    positive_nll_coef: float = 0.0
+    """Weight of -logprob over the tokens with a positive advantage, over their number (VAPO)."""
     entropy_metric: bool = False
     """Also report the exact entropy, filtered and unfiltered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceConfig:
+    """Corrections for a sampler whose numbers are not the trainer's: weights exp(old - sampler), detached."""
+
+    correction: Literal["none", "tis", "icepop", "seq_mask_tis", "sequence", "geometric"] = "none"
+    """`tis`: token weights up to `cap`. `icepop`: tokens outside [`low`, `high`] leave the loss.
+    `seq_mask_tis`: whole sequences outside [`low`, `high`] do. `sequence`, `geometric`: one weight per
+    sequence, exp of the sum or of the mean, up to `cap`.
+    """
+    low: float | None = None
+    """Smallest weight that stays: `icepop`, `seq_mask_tis`."""
+    high: float | None = None
+    """Largest weight that stays: `icepop`, `seq_mask_tis`."""
+    cap: float | None = None
+    """Largest weight: `tis`, `sequence`, `geometric`; `seq_mask_tis` (None: raw weights, still finite)."""
+    statistic: Literal["geometric", "sum"] = "geometric"
+    """What `seq_mask_tis` judges a sequence by: exp of the mean log weight, or of the sum."""
+    sequence_error_max: float | None = None
+    """Sequences whose mean of exp|sampler - old| is above this leave the step; None: no check. 1 is perfect
+    agreement.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +249,10 @@ class TrainConfig:
     """Sequences per optimizer step over the whole run; None: all of a step's."""
     epochs: int = 1
     """Passes over one step's rollouts."""
+    max_refused_updates: int = 0
+    """Updates in a row that may be refused for NaN or inf before the run ends with an error. A refused update
+    leaves weights and optimizer untouched.
+    """
     save_every: int = 0
     """Write the policy as a Hugging Face folder every this many steps; 0: never (but see `save_final`)."""
     save_final: bool = False
@@ -231,6 +284,8 @@ class RunConfig:
     """Advantages."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The objective."""
+    importance: ImportanceConfig = field(default_factory=ImportanceConfig)
+    """Corrections for the sampler's numbers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The update."""
     train: TrainConfig = field(default_factory=TrainConfig)

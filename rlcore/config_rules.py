@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
 from rlcore.config_rules_advantage import check_advantage
+from rlcore.config_rules_loss import check_loss
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -36,6 +37,7 @@ def check_run_config(config: RunConfig) -> None:
     check_sequence_parallel(config)
     check_layers_divide(config)
     check_advantage(config)
+    check_loss(config)
     check_minibatch(config)
 
 
@@ -98,6 +100,9 @@ def check_ranges(config: RunConfig) -> None:
         "loss.ratio_clip_min": config.loss.ratio_clip_min,
         "loss.ratio_clip_max": config.loss.ratio_clip_max,
         "loss.kl_coef": config.loss.kl_coef,
+        "loss.entropy_coef": config.loss.entropy_coef,
+        "loss.positive_nll_coef": config.loss.positive_nll_coef,
+        "train.max_refused_updates": config.train.max_refused_updates,
         "optimizer.lr": optimizer.lr,
         "optimizer.min_lr": optimizer.min_lr,
         "optimizer.warmup_steps": optimizer.warmup_steps,

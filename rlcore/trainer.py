@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
-from rlcore.batch import Prompt, Rollout, TrainBatch
+from rlcore.batch import Prompt, Rollout, StepResult, TrainBatch
 from rlcore.collectives import broadcast_, raise_together
 from rlcore.config import AdvantageConfig, RunConfig
 from rlcore.dynamic_sampling import SampleSelection, select_samples
@@ -24,6 +24,7 @@ from rlcore.groups import ParallelGroups
 from rlcore.interfaces import PolicyWorker, RolloutEngine, RunLog, Task
 from rlcore.masks import kl_mask, retained_mask
 from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_over, reduce_metrics
+from rlcore.ops.kl import kl_reward_penalty
 from rlcore.reward_groups import MAX_REWARD, group_rewards
 
 
@@ -35,6 +36,7 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
     before any update.
     """
     groups = worker.groups
+    num_refused = 0
     for step in range(config.train.steps):
         started = time.perf_counter()
         prompts = own_prompts(task, step, config.rollout.prompts_per_step, groups, worker.device)
@@ -49,11 +51,12 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
             drop_equal_groups=config.advantage.drop_equal_groups,
             mask_truncated=config.advantage.mask_truncated,
         )
-        advantage_sl = token_advantages(config.advantage, rollout, reward_s, selection.counts_s, groups)
         rolled_out = time.perf_counter()
 
-        batch = build_batch(rollout, advantage_sl, selection.counts_s)
-        batch = score_old_policy(config, worker, batch)
+        batch = score_old_policy(config, worker, build_batch(rollout, selection.counts_s))
+        shaped_s = reward_s - kl_penalty(config, batch)
+        advantage_sl = token_advantages(config.advantage, rollout, shaped_s, selection.counts_s, groups)
+        batch = dataclasses.replace(batch, advantage_sl=advantage_sl)
         scored = time.perf_counter()
         updates = [
             worker.train_step(minibatch)
@@ -72,6 +75,7 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
             "time/tokens_per_s": metrics["batch/tokens"] / (finished - started),
         }
         log.step(step, metrics, updates)
+        num_refused = refused_in_a_row(updates, num_refused, config.train.max_refused_updates)
         save_if_due(config, worker, step)
 
 
@@ -220,27 +224,65 @@ def token_advantages(
     return torch.where(rollout.token_mask_sl, advantage_s[:, None], 0.0)
 
 
-def build_batch(rollout: Rollout, advantage_sl: torch.Tensor, sample_mask_s: torch.Tensor) -> TrainBatch:
-    """The batch without old and reference logprobs."""
+def build_batch(rollout: Rollout, sample_mask_s: torch.Tensor) -> TrainBatch:
+    """The batch without advantages, old and reference logprobs."""
     return TrainBatch(
         ids_sl=rollout.ids_sl,
         length_s=rollout.length_s,
         token_mask_sl=rollout.token_mask_sl,
         sample_mask_s=sample_mask_s,
-        advantage_sl=advantage_sl,
+        advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
         sampler_logprob_sl=rollout.sampler_logprob_sl,
     )
 
 
 def score_old_policy(config: RunConfig, worker: PolicyWorker, batch: TrainBatch) -> TrainBatch:
     """Adds what the policy said before the update, and the reference where the loss has a KL term."""
-    old = worker.logprobs(batch)
-    batch = dataclasses.replace(
-        batch, old_logprob_sl=old.logprob_sl, keep_old_sl=old.keep_sl, old_log_mass_sl=old.log_mass_sl
-    )
+    if config.loss.old_logprobs == "recompute":
+        old = worker.logprobs(batch)
+        batch = dataclasses.replace(
+            batch,
+            old_logprob_sl=old.logprob_sl,
+            keep_old_sl=old.keep_sl,
+            old_log_mass_sl=old.log_mass_sl,
+            old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
+        )
     if config.loss.kl_coef > 0:
         batch = dataclasses.replace(batch, reference_logprob_sl=worker.reference_logprobs(batch))
     return batch
+
+
+def kl_penalty(config: RunConfig, batch: TrainBatch) -> torch.Tensor:
+    """`[S]` float64: what the reference KL takes from each reward; 0 where it is not in the reward.
+
+    The sum over the response of the old policy's KL to the reference, on unfiltered logprobs.
+    """
+    zero_s = torch.zeros(batch.num_sequences, dtype=torch.float64, device=batch.ids_sl.device)
+    if config.loss.kl_coef == 0 or config.loss.kl_in != "reward":
+        return zero_s
+    assert batch.old_unfiltered_logprob_sl is not None and batch.reference_logprob_sl is not None
+    penalty_sl = kl_reward_penalty(
+        batch.old_unfiltered_logprob_sl,
+        batch.reference_logprob_sl,
+        batch.token_mask_sl & batch.sample_mask_s[:, None],
+        config.loss.kl_coef,
+        config.loss.kl_type,
+    )
+    return penalty_sl.double().sum(dim=1)
+
+
+def refused_in_a_row(updates: Sequence[StepResult], before: int, allowed: int) -> int:
+    """How many updates were refused in a row, up to the last one. `ValueError` for more than allowed.
+
+    The same on every rank, like the results; the step's metrics are in the log already.
+    """
+    for update in updates:
+        before = before + 1 if update.refused else 0
+        if before > allowed:
+            raise ValueError(
+                f"{update.reason} ({before} in a row; train.max_refused_updates={allowed} allows no more)"
+            )
+    return before
 
 
 def num_updates(config: RunConfig) -> int:
@@ -294,8 +336,9 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
     Differences of filtered logprobs see the retained tokens that are in both supports; the rest sees the KL
     mask. `k3` estimates KL(sampler || old policy): the tokens are the sampler's.
     """
-    assert batch.old_logprob_sl is not None and batch.keep_old_sl is not None
-    assert batch.old_log_mass_sl is not None
+    if batch.old_logprob_sl is None or batch.keep_old_sl is None or batch.old_log_mass_sl is None:
+        # The old pass was skipped: there is nothing to compare the sampler with.
+        return {}
     sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
     valid_sl = kl_mask(batch.token_mask_sl, sample_mask_sl)
     retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)

@@ -27,6 +27,7 @@ INTERFACES = (
     "rlcore.config_parse",
     "rlcore.config_rules",
     "rlcore.config_rules_advantage",
+    "rlcore.config_rules_loss",
 )
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -39,8 +40,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.metrics": ("rlcore.collectives", "rlcore.quantiles"),
     "rlcore.masks": ("rlcore.metrics",),
     "rlcore.config_parse": (),
-    "rlcore.config_rules": ("rlcore.config_parse", "rlcore.config", "rlcore.config_rules_advantage"),
+    "rlcore.config_rules": (
+        "rlcore.config_parse",
+        "rlcore.config",
+        "rlcore.config_rules_advantage",
+        "rlcore.config_rules_loss",
+    ),
     "rlcore.config_rules_advantage": ("rlcore.config_parse", "rlcore.config"),
+    "rlcore.config_rules_loss": ("rlcore.config_parse", "rlcore.config"),
+    "rlcore.step_weights": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.config": ("rlcore.config_parse", "rlcore.config_rules", "rlcore.sampling"),
     "rlcore.interfaces": ("rlcore.batch", "rlcore.groups"),
     "rlcore.reward_groups": (),
@@ -51,13 +59,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.run_log": (*CORE, *INTERFACES),
     "rlcore.trainer": (
         *(*CORE, *INTERFACES, "rlcore.advantages", "rlcore.dynamic_sampling"),
-        "rlcore.reward_groups",
+        *("rlcore.reward_groups", "rlcore.ops.kl"),
     ),
     "rlcore.ops": CORE,
     "rlcore.layout": CORE,
     "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.cli": ("rlcore", "megatron_worker"),
-    "megatron_worker": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout"),
+    "megatron_worker": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout", "rlcore.step_weights"),
 }
 """Imports point one way: the trainer sees only interfaces; megatron_worker never sees the loop."""
 

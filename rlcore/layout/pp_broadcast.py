@@ -28,13 +28,17 @@ class Field:
     dtype: torch.dtype
 
 
-def score_fields(*, truncates: bool) -> tuple[Field, ...]:
-    """What a scoring pass sends, from the config alone: the same tuple on every stage."""
+def score_fields(*, truncates: bool, unfiltered: bool = False) -> tuple[Field, ...]:
+    """What a scoring pass sends, from the config alone: the same tuple on every stage.
+
+    `unfiltered`: the logprob of the whole distribution too.
+    """
     logprob = Field("logprob", torch.float32)
     if not truncates:
-        # Every token is kept and the log mass is 0: receivers fill these in.
+        # Every token is kept, the log mass is 0 and both logprobs are one: receivers fill these in.
         return (logprob,)
-    return (logprob, Field("keep", torch.bool), Field("log_mass", torch.float32))
+    fields = (logprob, Field("keep", torch.bool), Field("log_mass", torch.float32))
+    return (*fields, Field("unfiltered_logprob", torch.float32)) if unfiltered else fields
 
 
 def broadcast_from_last_stage(

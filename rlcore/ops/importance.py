@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from rlcore.collectives import Group
-from rlcore.metrics import Mean, Metric, Sum
+from rlcore.metrics import Mean, Metric, Sum, effective_size_over, mean_over
 from rlcore.ops.passes import compute_dtype
 from rlcore.ops.segments import Segments, segment_sums
 
@@ -164,16 +164,15 @@ def sequence(
 def importance_metrics(weights: ImportanceWeights, mask_t: torch.Tensor) -> dict[str, Metric]:
     """Sums that add up over microbatches and ranks, over the tokens of `mask_t`.
 
-    Effective sample size: weight_sum^2 / weight_square_sum, after the reduction. `raw_mean` is the mean of
+    `effective_size`: how many equally weighted tokens the weights are worth. `raw_mean` is the mean of
     exp(old
     - sampler) before any cap or filter (log weights above 20 as 20), so that it shows what the correction
     hides.
     """
-    weight_t = torch.where(mask_t, weights.weight_t.double(), 0.0)
     raw_t = torch.where(mask_t, weights.log_weight_t.double().clamp(max=MAX_LOG_WEIGHT).exp(), 0.0)
     return {
-        "importance/weight_sum": Sum(weight_t.sum()),
-        "importance/weight_square_sum": Sum(weight_t.square().sum()),
+        "importance/weight": mean_over(weights.weight_t, mask_t),
+        "importance/effective_size": effective_size_over(weights.weight_t, mask_t),
         "importance/raw_mean": Mean(raw_t.sum(), mask_t.sum()),
         "importance/dropped": Sum((mask_t & ~weights.kept_t).sum()),
     }
