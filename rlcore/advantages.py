@@ -94,7 +94,7 @@ ROUNDINGS = 8
 def _deviation_of_the_others(groups: RewardGroups, eps: float) -> torch.Tensor:
     """`[G, N]`: sample standard deviation (Bessel) of the group's other rewards; 1 where there is none.
 
-    None: fewer than two others, or others that differ by no more than `ROUNDINGS` x `eps` of the group's
+    None: fewer than two others, or others that deviate by no more than `ROUNDINGS` x `eps` of the group's
     largest reward. Without that bound a rounding in one reward would multiply an advantage by 1e15.
     """
     largest_g1 = _largest(groups.deviation_gn)
@@ -106,7 +106,7 @@ def _deviation_of_the_others(groups: RewardGroups, eps: float) -> torch.Tensor:
     square_gn = square_gn - _sum_of_the_others(unit_gn).square() / others_g1.clamp(min=1)
     deviation_gn = (square_gn.clamp(min=0) / (others_g1 - 1).clamp(min=1)).sqrt() * largest_g1
     rounding_g1 = ROUNDINGS * eps * groups.reward_gn.abs().amax(dim=1, keepdim=True)
-    return torch.where((others_g1 > 1) & (deviation_gn > rounding_g1), deviation_gn, 1.0)
+    return torch.where(deviation_gn > rounding_g1, deviation_gn, 1.0)
 
 
 def _sum_of_the_others(value_gn: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,8 @@ def test_equal_prompts_with_two_ids_stay_two_groups():
 @given(order=st.permutations(range(8)))
 def test_permuting_rows_permutes_the_result(options, order):
     """CASES B38 (b): the same values after any permutation, to the last bit."""
-    rewards, groups = [1.0, 3.1, 0.0, 0.7, 2.0, 0.3, 2.5, 9.0], [0, 0, 1, 1, 2, 2, 2, 3]
+    rewards, groups = [1.0, 3.1, 0.7, 0.1, 0.3, 2.2, 2.5, 9.0], [0, 1, 1, 1, 1, 1, 1, 3]
+    options = {**options, "dtype": torch.float64}
     straight = advantages(rewards, groups, **options)
     shuffled = advantages([rewards[i] for i in order], [groups[i] for i in order], **options)
     assert shuffled == [straight[i] for i in order]
@@ -123,9 +124,12 @@ def test_leave_one_out_edges():
 
 
 def test_leave_one_out_keeps_a_small_deviation_beside_an_outlier():
-    """The others of the last are 0, 1e-6, 2e-6: deviation 1e-6, which the group's sum of squares has lost."""
-    got = advantages([0.0, 1e-6, 2e-6, 1e3], [0] * 4, dtype=torch.float64, leave_one_out=True)
-    assert got[3] == pytest.approx((1e3 - 1e-6) / 1e-6, rel=1e-6)
+    """The outlier's others are 0, 1e-6, 2e-6: deviation 1e-6, lost in the group's sum of squares."""
+    for last in range(4):
+        rewards = [0.0, 1e-6, 2e-6]
+        rewards.insert(last, 1e3)
+        got = advantages(rewards, [0] * 4, dtype=torch.float64, leave_one_out=True)
+        assert got[last] == pytest.approx((1e3 - 1e-6) / 1e-6, rel=1e-6)
 
 
 _REWARDS = st.floats(-1e6, 1e6, allow_nan=False).map(lambda value: round(value, 2))
