@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_worker.forward_step import (
-    Denominators,
-    cancel_megatron_scaling,
-    microbatch_loss,
-    neutral_metrics,
-)
+from megatron_worker.forward_step import cancel_megatron_scaling
+from megatron_worker.microbatch_loss import microbatch_loss, neutral_metrics
 from rlcore.batch import Microbatch
 from rlcore.collectives import all_reduce_, record_collectives
 from rlcore.config import LossConfig
@@ -45,6 +41,19 @@ def make_microbatch(losses, token_mask, sample_mask=None, old=None, keep_old=Non
         sampler_logprob_t=torch.zeros(num),
         old_logprob_t=torch.zeros(num) if old is None else torch.tensor(old),
         keep_old_t=None if keep_old is None else torch.tensor(keep_old).bool(),
+        num_samples=num,
+    )
+
+
+def count_retained(microbatch):
+    return retained_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t).sum()
+
+
+def over(microbatch, count):
+    """The microbatch with the token mean over a global count."""
+    multiplier = 1.0 / torch.as_tensor(count).clamp(min=1)
+    return dataclasses.replace(
+        microbatch, policy_multiplier_t=torch.full(microbatch.advantage_t.shape, float(multiplier))
     )
 
 
@@ -65,15 +74,13 @@ def make_scores(logprob_t, keep=None):
 
 def run_step(microbatches, group=None):
     """Loss, gradient per microbatch, reduced metrics and collectives of one step on this rank."""
-    retained = [retained_mask(m.token_mask_t, m.sample_mask_t, m.keep_old_t).sum() for m in microbatches]
+    retained = [count_retained(microbatch) for microbatch in microbatches]
     with record_collectives() as calls:
         count = all_reduce_(torch.stack(retained).sum().float(), "sum", group)
         reports, gradients = [], []
         for microbatch in microbatches:
             x = torch.zeros(len(microbatch.target_t), requires_grad=True)
-            value, report = microbatch_loss(
-                microbatch, make_scores(x), LOSS, Denominators(actor=count, retained=count, kl=count)
-            )
+            value, report = microbatch_loss(over(microbatch, count), make_scores(x), LOSS)
             gradients += torch.autograd.grad(value, x)[0].tolist()
             reports.append(report.metrics)
         total = add_metrics([neutral_metrics(LOSS, torch.device("cpu")), *reports])
@@ -132,10 +139,7 @@ def test_b21_every_metric_is_bit_equal_whatever_the_masked_slot_holds(garbage, m
             [-1.0] * 3, flags["token"], flags["sample"], [-1.0, -2.1, old], flags["keep_old"]
         )
         x = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
-        two = torch.tensor(2.0)
-        value, report = microbatch_loss(
-            microbatch, make_scores(x, flags["keep"]), LOSS, Denominators(actor=two, retained=two, kl=two)
-        )
+        value, report = microbatch_loss(over(microbatch, 2), make_scores(x, flags["keep"]), LOSS)
         return value, torch.autograd.grad(value, x)[0], reduce_metrics(report.metrics)
 
     value, gradient, metrics = run(garbage)
@@ -151,13 +155,9 @@ def test_b21_every_metric_is_bit_equal_whatever_the_masked_slot_holds(garbage, m
 def test_b34_tokens_dropped_before_the_step_are_in_no_count_and_those_dropped_now_are():
     """`retained`: keep_old leaves the denominator; a token that only the current pass drops stays in it."""
     microbatch = make_microbatch([1.0] * 4, [1] * 4, keep_old=[1, 1, 1, 0])
-    count = (
-        retained_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.keep_old_t).sum().float()
-    )
     x = torch.zeros(4, requires_grad=True)
-    value, report = microbatch_loss(
-        microbatch, make_scores(x, [1, 1, 0, 1]), LOSS, Denominators(actor=count, retained=count, kl=count)
-    )
+    scores = make_scores(x, [1, 1, 0, 1])
+    value, report = microbatch_loss(over(microbatch, count_retained(microbatch)), scores, LOSS)
     assert value.item() == pytest.approx(2 / 3)
     assert torch.autograd.grad(value, x)[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0])
     counts = reduce_metrics(report.metrics)
@@ -166,20 +166,17 @@ def test_b34_tokens_dropped_before_the_step_are_in_no_count_and_those_dropped_no
 
 def test_a_broken_token_is_reported_with_its_sample_and_a_masked_one_is_not():
     microbatch = make_microbatch([1.0] * 3, [1, 1, 0])
-    one = torch.tensor(1.0)
 
-    def broken_sample(slot):
+    def broken_samples(slot):
         scores = make_scores(torch.zeros(3))
         unfiltered = scores.unfiltered_logprob_t.clone()
         unfiltered[slot] = math.nan
         scores = dataclasses.replace(scores, unfiltered_logprob_t=unfiltered)
-        return int(
-            microbatch_loss(microbatch, scores, LOSS, Denominators(actor=one, retained=one, kl=one))[
-                1
-            ].broken_sample
-        )
+        report = microbatch_loss(over(microbatch, 1), scores, LOSS)[1]
+        assert bool(report.is_broken) == bool(report.broken_s.any())
+        return report.broken_s.nonzero()[:, 0].tolist()
 
-    assert [broken_sample(slot) for slot in range(3)] == [0, 1, -1]
+    assert [broken_samples(slot) for slot in range(3)] == [[0], [1], []]
 
 
 def test_the_scaling_that_megatron_adds_is_cancelled():

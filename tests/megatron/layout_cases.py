@@ -15,6 +15,7 @@ import torch
 
 from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.config import RunConfig, load_run_config
+from rlcore.quantiles import RELATIVE_ERROR
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
 MODEL = {
@@ -190,4 +191,6 @@ def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) -> None:
     assert ours.stepped and sorted(ours.metrics) == sorted(expected.metrics)
     for name, value in expected.metrics.items():
-        assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=TOLERANCE), (hint, name)
+        # A sketch's buckets are a step apart, and a value near an edge may fall on either side of it.
+        tolerance = 2 * RELATIVE_ERROR if "quantile" in name else TOLERANCE
+        assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=tolerance), (hint, name)

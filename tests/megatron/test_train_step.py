@@ -135,8 +135,8 @@ def _break_gradient(rank, world_size, config, batch):
             parameter = list(worker.model.parameters())[1]
             parameter.register_hook(lambda grad: grad * math.nan)
         before = [p.detach().clone() for p in worker.model.parameters()]
-        with pytest.raises(ValueError, match="NaN or inf in a gradient"):
-            worker.train_step(share(batch, groups.dp_rank, groups.dp_size))
+        result = worker.train_step(share(batch, groups.dp_rank, groups.dp_size))
+        assert result.refused and not result.stepped and "NaN or inf in a gradient" in result.reason
         return all(torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True))
     finally:
         worker.close()
@@ -210,10 +210,14 @@ def _train_broken(rank, world_size, config, batch, where):
         elif where == "weights" and worker.groups.is_last_stage and worker.groups.tp_rank == 0:
             next(worker.model.parameters()).data.view(-1)[3] = math.nan
         before = [p.detach().clone() for p in worker.model.parameters()]
-        errors = []
-        for call in (worker.train_step, worker.logprobs) if where == "weights" else (worker.train_step,):
+        result = worker.train_step(mine)
+        assert result.refused and not result.stepped
+        if where == "advantage":
+            assert result.broken_samples == ((worker.groups.dp_size - 1, 1),)
+        errors = [result.reason]
+        if where == "weights":
             try:
-                call(mine)
+                worker.logprobs(mine)
             except ValueError as error:
                 errors.append(str(error))
         same = all(
@@ -228,7 +232,7 @@ def _train_broken(rank, world_size, config, batch, where):
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2", "tp2pp2+sp+fused"])
 @pytest.mark.parametrize("where", ["advantage", "weights"])
 def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
-    """Only the last stage of one replica sees it; every rank raises, none hangs, no weight moves."""
+    """Only the last stage of one replica sees it; every rank refuses, none hangs, no weight moves."""
     for errors, same in run_ranks(
         _train_broken, LAYOUTS[layout][0], make_config(layout, 2), batch, where, timeout_s=60
     ):

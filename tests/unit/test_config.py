@@ -59,7 +59,7 @@ def test_every_field_is_documented():
         ({"nproc": "4"}, r"nproc='4': expected int"),
         ({"nproc": True}, r"nproc=True: expected int"),
         ({"train": {"steps": 2.5}}, r"train.steps=2.5: expected int"),
-        ({"loss": {"kl_type": "k4"}}, r"loss.kl_type='k4': expected one of 'k3'"),
+        ({"loss": {"kl_type": "k4"}}, r"loss.kl_type='k4': expected one of 'k1', 'k2', 'k3', 'abs', 'mse'"),
         ({"loss": 3}, r"loss=3: expected a section"),
         ({"task": {"args": [1]}}, r"task.args=\[1\]: expected a mapping"),
         ({"sampling": {"top_p": 0.0}}, r"sampling.top_p=0.0"),

@@ -191,8 +191,8 @@ def test_b36e_the_raw_mean_and_the_effective_sample_size():
     mask_t = torch.tensor([1, 1, 1, 0]).bool()
     metrics = reduce_metrics(importance_metrics(weights, mask_t))
     assert metrics["importance/raw_mean"] == pytest.approx(1.5)
-    assert metrics["importance/weight_sum"] == pytest.approx(3.5)
-    assert metrics["importance/weight_square_sum"] == pytest.approx(5.25)
+    assert metrics["importance/effective_size"] == pytest.approx(3.5**2 / 5.25)
+    assert metrics["importance/weight"] == pytest.approx(3.5 / 3)
     assert metrics["importance/dropped"] == 0.0
     bounds = WeightBounds(low=0.6, high=2.0)
     weights = icepop(*given([LN(0.5), LN(3), 0.0, math.nan], [1, 1, 1, 0]), bounds=bounds)
