@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_worker.microbatch_loss import microbatch_loss, neutral_metrics
 from megatron_worker.microbatches import split_batch
 from rlcore.batch import TrainBatch
+from rlcore.collectives import Group
 from rlcore.config import ImportanceConfig, LossConfig, load_run_config
 from rlcore.metrics import add_metrics, neutral_like, reduce_metrics
 from rlcore.ops.logprob import TokenLogprobs
@@ -189,33 +190,40 @@ def _part(step: Step, cut: Cut, rank: int) -> Part:
     rows, length = cut.rows[rank], step.batch.ids_sl.shape[1]
     if cut.trimmed:
         length = max(2, int(step.batch.length_s[list(rows)].max()))
-    batch, scores = rows_of(step.batch, rows, length), rows_of(step.scores, rows, length)
+    share = dataclasses.replace(
+        step, batch=rows_of(step.batch, rows, length), scores=rows_of(step.scores, rows, length)
+    )
+    return run_step(share, cut.microbatch_size, cut.length_multiple, dist.group.WORLD)
+
+
+def run_step(share: Step, microbatch_size: int, length_multiple: int = 1, group: Group = None) -> Part:
+    """A rank's share of a step, as the worker runs it, without the model."""
+    batch, scores = share.batch, share.scores
     leaves = {
         name: getattr(scores, f"{name}_sl").clone().requires_grad_()
         for name in ("logprob", "unfiltered", "entropy")
     }
-    weights = weigh_step(batch, step.loss, step.importance, step.truncates, dist.group.WORLD)
-    microbatches = split_batch(batch, cut.microbatch_size, cut.length_multiple, weights)
+    weights = weigh_step(batch, share.loss, share.importance, share.truncates, group)
+    microbatches = split_batch(batch, microbatch_size, length_multiple, weights)
     total, reports = torch.zeros(()), []
-    for start, microbatch in enumerate(microbatches):
-        value, report = microbatch_loss(
-            microbatch, _predicted(scores, leaves, start, microbatch.input_ids_bl.shape), step.loss
-        )
+    for index, microbatch in enumerate(microbatches):
+        predicted = _predicted(scores, leaves, index, microbatch.input_ids_bl.shape)
+        value, report = microbatch_loss(microbatch, predicted, share.loss)
         assert not bool(report.is_broken) and not bool(report.broken_s.any())
         total = total + value
         reports.append(report)
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    neutral = neutral_metrics(step.loss, torch.device("cpu"))
+    neutral = neutral_metrics(share.loss, torch.device("cpu"))
     neutral |= {name: neutral_like(metric) for name, metric in weights.metrics.items()}
     metrics = add_metrics([neutral, weights.metrics, *(report.metrics for report in reports)])
     return Part(
-        value=float(total),
+        value=float(total.detach()),
         num_trained=sum(int(report.num_trained) for report in reports),
         gradients={
             name: torch.zeros_like(leaf) if grad is None else grad
             for (name, leaf), grad in zip(leaves.items(), gradients, strict=True)
         },
-        metrics=reduce_metrics(metrics, dist.group.WORLD),
+        metrics=reduce_metrics(metrics, group),
         num_retained=float(weights.num_retained),
         num_valid=float(weights.num_valid),
     )
@@ -242,3 +250,68 @@ def _predicted(
         entropy_t=of(leaves["entropy"]),
         unfiltered_entropy_t=of(scores.unfiltered_entropy_sl),
     )
+
+
+def row(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A sequence of one prompt token and `num_tokens` of a response, for `step_of`; a number is for all of
+    them. `x` (logprob), `old`, `sampler`, `unfiltered`, `reference`, `entropy`: 0. `a` (advantage): -1, so
+    that a token at ratio 1 has loss 1. `keep`, `keep_old`, `sample`: True.
+    """
+    defaults = dict.fromkeys(("x", "old", "sampler", "unfiltered", "reference", "entropy"), 0.0)
+    values = {**defaults, "a": -1.0, "keep": True, "keep_old": True, "sample": True, **fields}
+    return {
+        name: value if name == "sample" or isinstance(value, list) else [value] * num_tokens
+        for name, value in values.items()
+    }
+
+
+def step_of(
+    rows: list[dict[str, Any]], loss: dict[str, Any], importance: dict[str, Any] | None = None
+) -> Step:
+    """A step from rows, truncation on. NaN where a row has no response token."""
+    loss_config, importance_config = objective(loss, importance or {})
+    length = 1 + max(len(one["x"]) for one in rows)
+    skipped = loss_config.old_logprobs == "skip"
+
+    def of(name: str, fill: float | bool = NAN) -> torch.Tensor:
+        padded = [[fill, *one[name], *[fill] * (length - 1 - len(one[name]))] for one in rows]
+        return torch.tensor(padded)
+
+    length_s = torch.tensor([1 + len(one["x"]) for one in rows])
+    position_l = torch.arange(length)
+    batch = TrainBatch(
+        ids_sl=torch.zeros(len(rows), length).long(),
+        length_s=length_s,
+        token_mask_sl=(position_l >= 1) & (position_l < length_s[:, None]),
+        sample_mask_s=torch.tensor([one["sample"] for one in rows]),
+        advantage_sl=of("a"),
+        sampler_logprob_sl=of("sampler"),
+        old_logprob_sl=None if skipped else of("old"),
+        keep_old_sl=None if skipped else of("keep_old", True),
+        reference_logprob_sl=of("reference"),
+    )
+    scores = Scores(
+        logprob_sl=torch.where(of("keep", True), of("x"), -INF),
+        unfiltered_sl=of("unfiltered"),
+        keep_sl=of("keep", True),
+        log_mass_sl=torch.zeros(len(rows), length),
+        num_kept_sl=torch.ones(len(rows), length).long(),
+        entropy_sl=of("entropy"),
+        unfiltered_entropy_sl=of("entropy"),
+    )
+    return Step(batch=batch, scores=scores, loss=loss_config, importance=importance_config, truncates=True)
+
+
+def loss_and_gradient(step: Step, microbatch_size: int = 1) -> tuple[float, list[list[float]], Part]:
+    """Loss, gradient to the logprobs of each row's response, and all else; divided by the exact count where
+    Megatron does so.
+    """
+    part = run_step(step, microbatch_size)
+    exact = step.loss.actor_denominator == "retained_exact"
+    divisor = max(1, part.num_trained) if exact else 1
+    gradient_sl = part.gradients["logprob"] / divisor
+    rows = [
+        gradient_s[mask_s].tolist()
+        for gradient_s, mask_s in zip(gradient_sl, step.batch.token_mask_sl, strict=True)
+    ]
+    return part.value / divisor, rows, part
