@@ -117,8 +117,14 @@ def check_old_mask(config: RunConfig) -> None:
 def check_kl_options(config: RunConfig) -> None:
     """Options of a KL term that is off, or that has no gradient, do nothing."""
     loss = config.loss
-    if loss.kl_in == "reward" and loss.kl_coef == 0:
-        raise ConfigError("loss.kl_in=reward with loss.kl_coef=0 does nothing. Set loss.kl_coef above 0.")
+    options = {"kl_type": "k3", "kl_gradient": "score", "kl_in": "loss"}
+    for name, default in options.items():
+        value = getattr(loss, name)
+        if loss.kl_coef == 0 and value != default:
+            raise ConfigError(
+                f"loss.{name}={value} with loss.kl_coef=0 does nothing. Set loss.kl_coef above 0, or remove "
+                "it."
+            )
     if loss.kl_in == "reward" and loss.kl_gradient != "score":
         raise ConfigError(
             f"loss.kl_gradient={loss.kl_gradient} does nothing under loss.kl_in=reward: a reward has no "

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from rlcore.batch import TrainBatch
+from rlcore.config import ImportanceConfig
+from rlcore.config_rules import check_run_config
 from tests.megatron.layout_cases import (
     LAYOUTS,
     MODEL,
@@ -239,3 +241,60 @@ def test_a_nan_is_refused_on_all_ranks_and_moves_nothing(layout, where, batch):
         assert len(errors) == (2 if where == "weights" else 1)
         assert all("NaN or inf" in error and "sample" in error for error in errors), errors
         assert same
+
+
+def _train_on_a_nan_weight(rank, world_size, config, batch, row):
+    """One step on a batch whose last replica has a NaN sampler logprob: the result, and the weights moved."""
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        groups = worker.groups
+        mine = share(batch, groups.dp_rank, groups.dp_size)
+        counted_sl = mine.token_mask_sl & mine.keep_old_sl & worker.logprobs(mine).keep_sl
+        sampler_sl = torch.where(mine.keep_old_sl, mine.old_logprob_sl, -math.inf)
+        if groups.dp_rank == groups.dp_size - 1:
+            column = int(counted_sl[row].nonzero()[0])
+            sampler_sl[row, column] = math.nan
+        before = [p.detach().clone() for p in worker.model.parameters()]
+        result = worker.train_step(dataclasses.replace(mine, sampler_logprob_sl=sampler_sl))
+        same = all(torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True))
+        return result, same, groups.dp_size - 1
+    finally:
+        worker.close()
+
+
+def corrected(layout, **importance):
+    config = dataclasses.replace(make_config(layout, 2), importance=ImportanceConfig(**importance))
+    check_run_config(config)
+    return config
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "pp2dp2", "tp2pp2+sp+fused"])
+@pytest.mark.parametrize("correction", ["tis", "geometric", "sequence"])
+def test_a_nan_sampler_logprob_is_refused_on_all_ranks_with_its_sample(layout, correction, batch):
+    """A weight that is no number would make every gradient NaN: no rank steps, and all name the sample."""
+    config = corrected(layout, correction=correction, cap=2.0)
+    given = (config, batch, 1)
+    for result, same, dp_rank in run_ranks(_train_on_a_nan_weight, LAYOUTS[layout][0], *given, timeout_s=60):
+        assert result.refused and not result.stepped and same
+        assert result.broken_samples == ((dp_rank, 1),)
+        assert f"sample 1 on data-parallel rank {dp_rank}" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("importance", "row", "reason"),
+    [
+        ({"correction": "icepop", "low": 0.5, "high": 5.0}, 1, "tokens/dropped_importance"),
+        ({"sequence_error_max": 2.0}, 1, "tokens/dropped_sequence"),
+        # A masked sample's NaN is nobody's business.
+        ({"correction": "tis", "cap": 2.0}, 3, "tokens/sample_masked"),
+    ],
+)
+def test_a_nan_sampler_logprob_that_a_filter_or_a_mask_takes_out_is_counted(importance, row, reason, batch):
+    for result, same, _ in run_ranks(
+        _train_on_a_nan_weight, 4, corrected("pp2dp2", **importance), batch, row
+    ):
+        assert result.stepped and not result.refused and not same
+        assert result.metrics[reason] > 0 and math.isfinite(result.metrics["loss/total"])
+        assert math.isfinite(result.metrics["optimizer/grad_norm"])
