@@ -251,6 +251,7 @@ def _train_on_a_nan_weight(rank, world_size, config, batch, row):
     try:
         groups = worker.groups
         mine = share(batch, groups.dp_rank, groups.dp_size)
+        assert mine.keep_old_sl is not None and mine.old_logprob_sl is not None
         counted_sl = mine.token_mask_sl & mine.keep_old_sl & worker.logprobs(mine).keep_sl
         sampler_sl = torch.where(mine.keep_old_sl, mine.old_logprob_sl, -math.inf)
         if groups.dp_rank == groups.dp_size - 1:
