@@ -1,8 +1,8 @@
-"""The losses, value and gradient, against a floor that reads the same inputs and writes the same outputs once.
+"""The losses, value and gradient, against a floor that reads the same inputs, writes the same outputs once.
 
-The floor of a row is one compiled loop with next to no arithmetic: every input is added up, every output is that
-sum plus a constant, the value is its total. It has its gradient when the forward ends and knows no autograd; a
-second floor runs the same loop as an autograd function, which is what any loss with a gradient needs.
+The floor of a row is one compiled loop with next to no arithmetic: every input is added up, every output is
+that sum plus a constant, the value is its total. It has its gradient when the forward ends and knows no
+autograd; a second floor runs the same loop as an autograd function, which any loss with a gradient needs.
 """
 
 from __future__ import annotations
@@ -120,76 +120,96 @@ def make_problem(num_tokens: int, device: str) -> LossProblem:
     )
 
 
-def loss_rows(problem: LossProblem) -> dict[str, LossRow]:
-    """What is measured."""
-    tokens, segments = problem.tokens, problem.segments
-    assert tokens.old_logprob_t is not None and tokens.multiplier_t is not None
-    old_t, advantage_t, mask_t, mean = (
-        tokens.old_logprob_t,
-        tokens.advantage_t,
-        tokens.mask_t,
-        tokens.multiplier_t,
-    )
-    four = (tokens.logprob_t, old_t, advantage_t, mask_t)
-    weighted = replace(tokens, weight_t=problem.weight_t, multiplier_t=problem.per_token_t)
-    factor_t = problem.weight_t.double() * problem.per_token_t.double()
+@dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """The losses by autograd, from float64 logprobs `x_t [t]`. Results `[t]`, unmasked, or 0-dim."""
 
-    def ratio(x_t: torch.Tensor) -> torch.Tensor:
-        return (x_t - old_t.double()).exp()
+    problem: LossProblem
 
-    def sequence_ratio(x_t: torch.Tensor) -> torch.Tensor:
-        log_ratio_t = torch.where(mask_t, x_t - old_t.double(), 0.0)
+    def log_ratio(self, x_t: torch.Tensor) -> torch.Tensor:
+        """logprob - old logprob."""
+        assert self.problem.tokens.old_logprob_t is not None
+        return x_t - self.problem.tokens.old_logprob_t.double()
+
+    def sequence_ratio(self, x_t: torch.Tensor) -> torch.Tensor:
+        """exp of the sequence's mean log ratio; each token has its own credit, as the loss has it."""
+        mask_t, segments = self.problem.tokens.mask_t, self.problem.segments
+        log_ratio_t = torch.where(mask_t, self.log_ratio(x_t), 0.0)
         sums_s = log_ratio_t.new_zeros(segments.num_segments).index_add(0, segments.segment_t, log_ratio_t)
         counts_s = torch.zeros_like(sums_s).index_add(0, segments.segment_t, mask_t.double())
         mean_t = (sums_s / counts_s.clamp(min=1))[segments.segment_t].detach()
-        # Each token's own credit, as the loss has it.
         return (mean_t + log_ratio_t - log_ratio_t.detach()).exp()
 
-    def clipped(ratio_t: torch.Tensor) -> torch.Tensor:
+    def clip(self, ratio_t: torch.Tensor) -> torch.Tensor:
+        """The clipped surrogate."""
+        advantage_t = self.problem.tokens.advantage_t.double()
         bounded_t = ratio_t.clamp(1.0 - BOUNDS.low, 1.0 + BOUNDS.high)
-        return -torch.minimum(ratio_t * advantage_t.double(), bounded_t * advantage_t.double())
+        return -torch.minimum(ratio_t * advantage_t, bounded_t * advantage_t)
 
-    def total(loss_t: torch.Tensor) -> torch.Tensor:
-        return loss_t[mask_t].sum() * mean.double()
+    def cispo(self, x_t: torch.Tensor) -> torch.Tensor:
+        """A stopped, clipped weight."""
+        weight_t = self.log_ratio(x_t).exp().clamp(1.0 - BOUNDS.low, 1.0 + BOUNDS.high).detach()
+        return -weight_t * self.problem.tokens.advantage_t.double() * x_t
 
-    def cispo_exact(x_t: torch.Tensor) -> torch.Tensor:
-        weight_t = ratio(x_t).clamp(1.0 - BOUNDS.low, 1.0 + BOUNDS.high).detach()
-        return total(-weight_t * advantage_t.double() * x_t)
-
-    def k3_exact(x_t: torch.Tensor) -> torch.Tensor:
-        d_t = x_t - old_t.double()
+    def k3(self, x_t: torch.Tensor) -> torch.Tensor:
+        """With the score-function term."""
+        d_t = self.log_ratio(x_t)
         value_t = (-d_t).exp() - 1 + d_t
-        return total(value_t + value_t.detach() * (x_t - x_t.detach()))
+        return value_t + value_t.detach() * (x_t - x_t.detach())
 
-    def row(run: Callable[[], Any], exact: Callable[..., torch.Tensor], *reads: torch.Tensor) -> LossRow:
+    def mean(self, loss_t: torch.Tensor) -> torch.Tensor:
+        """Over the mask."""
+        return loss_t[self.problem.tokens.mask_t].mean()
+
+    def weighted_mean(self, loss_t: torch.Tensor) -> torch.Tensor:
+        """Times importance weight and multiplier."""
+        factor_t = self.problem.weight_t.double() * self.problem.per_token_t.double()
+        return (loss_t * factor_t)[self.problem.tokens.mask_t].sum()
+
+
+def loss_rows(problem: LossProblem) -> dict[str, LossRow]:
+    """What is measured."""
+    tokens, segments, exact = problem.tokens, problem.segments, Formulas(problem=problem)
+    assert tokens.old_logprob_t is not None
+    x_t, old_t, advantage_t, mask_t = (
+        tokens.logprob_t,
+        tokens.old_logprob_t,
+        tokens.advantage_t,
+        tokens.mask_t,
+    )
+    four = (x_t, old_t, advantage_t, mask_t)
+    weighted = replace(tokens, weight_t=problem.weight_t, multiplier_t=problem.per_token_t)
+
+    def row(run: Callable[[], Any], formula: Callable[..., torch.Tensor], *reads: torch.Tensor) -> LossRow:
         # Gradient, loss, ratio, log ratio; two decisions.
-        return LossRow(run=lambda: run().total, exact=exact, reads=reads, num_floats=4, num_bools=2)
+        return LossRow(run=lambda: run().total, exact=formula, reads=reads, num_floats=4, num_bools=2)
 
-    kl = row(lambda: k3(*four[:2], mask_t, multiplier_t=mean), k3_exact, *four[:2], mask_t)
+    kl = row(
+        lambda: k3(x_t, old_t, mask_t, multiplier_t=tokens.multiplier_t),
+        lambda x_t: exact.mean(exact.k3(x_t)),
+        *(x_t, old_t, mask_t),
+    )
     return {
         "clip_token_mean": row(
-            lambda: clip_terms(tokens, BOUNDS), lambda x_t: total(clipped(ratio(x_t))), *four
+            lambda: clip_terms(tokens, BOUNDS),
+            lambda x_t: exact.mean(exact.clip(exact.log_ratio(x_t).exp())),
+            *four,
         ),
         "clip_weighted_seq_mean": row(
             lambda: clip_terms(weighted, BOUNDS),
-            lambda x_t: (clipped(ratio(x_t)) * factor_t)[mask_t].sum(),
-            *four,
-            problem.weight_t,
-            problem.per_token_t,
+            lambda x_t: exact.weighted_mean(exact.clip(exact.log_ratio(x_t).exp())),
+            *(*four, problem.weight_t, problem.per_token_t),
         ),
         "gspo": row(
             lambda: gspo_terms(tokens, BOUNDS, segments),
-            lambda x_t: total(clipped(sequence_ratio(x_t))),
-            *four,
-            segments.segment_t,
+            lambda x_t: exact.mean(exact.clip(exact.sequence_ratio(x_t))),
+            *(*four, segments.segment_t),
         ),
-        "cispo": row(lambda: cispo_terms(tokens, BOUNDS), cispo_exact, *four),
+        "cispo": row(lambda: cispo_terms(tokens, BOUNDS), lambda x_t: exact.mean(exact.cispo(x_t)), *four),
         "reinforce": row(
             lambda: reinforce_terms(tokens),
-            lambda x_t: total(-advantage_t.double() * x_t),
-            tokens.logprob_t,
-            advantage_t,
-            mask_t,
+            lambda x_t: exact.mean(-advantage_t.double() * x_t),
+            *(x_t, advantage_t, mask_t),
         ),
         # Gradient and KL; one decision.
         "kl_k3": replace(kl, num_floats=2, num_bools=1),
