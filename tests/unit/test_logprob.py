@@ -93,6 +93,23 @@ def test_each_row_may_have_its_own_parameters(search):
             assert_close(grads[name][row : row + 1].double(), grad, TOLERANCE, (spec, name))
 
 
+def test_a_row_without_top_p_shares_its_ties_beside_one_that_has_it(search):
+    """A top-k that cuts a tied group keeps its share of it, whatever the other rows ask for."""
+    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]]).repeat(2, 1)
+    specs = [SamplingSpec(top_k=3), SamplingSpec(top_k=4, top_p=0.99)]
+    result = vocab_parallel_logprob(logits, torch.zeros(2, dtype=torch.long), RowSampling.of(specs))
+    assert result.num_kept_t.tolist() == [3, 4]
+
+
+def test_min_p_of_one_keeps_the_largest_of_large_logits(search):
+    """Next to 90 the rounding band of the cut is less than a float32 step: the cut is the largest itself."""
+    logits = torch.tensor([[90.0, 89.0, 90.0]])
+    result = vocab_parallel_logprob(logits, torch.tensor([2]), SamplingSpec(min_p=1.0, top_k=2))
+    assert result.keep_t[0] and result.num_kept_t[0] == 2
+    result = vocab_parallel_logprob(logits, torch.tensor([2]), SamplingSpec(min_p=1.0))
+    assert result.keep_t[0] and result.num_kept_t[0] == 2
+
+
 def test_per_row_parameters_are_checked():
     with pytest.raises(ValueError, match="2 rows for logits of 3 rows"):
         vocab_parallel_logprob(torch.zeros(3, 4), torch.zeros(3).long(), RowSampling.of([SamplingSpec()] * 2))
