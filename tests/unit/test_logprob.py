@@ -291,6 +291,8 @@ def test_without_validation_a_broken_row_is_nan_and_its_neighbours_are_not():
         (torch.zeros(2, 4), torch.tensor([0]), r"\[t, v\]"),
         (torch.zeros(2, 2, 4), torch.tensor([0, 1]), r"\[t, v\]"),
         (torch.zeros(2, 4), torch.tensor([0.0, 1.0]), "integer ids"),
+        (torch.zeros(2, 4), torch.tensor([0, 1], dtype=torch.uint8), "int32 or int64"),
+        (torch.zeros(()), torch.tensor([0, 1]), r"\[t, v\]"),
         (torch.zeros(2, 4).long(), torch.tensor([0, 1]), "float dtype"),
     ],
 )
