@@ -222,15 +222,15 @@ def _locate_some(
     hint_up = _hint(rows.subset(active_a), bracket, goal_a, column)
     if bound_u is not None:
         bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_u[active_a]))
-    late = False
+    num_rounds = 0
     while active_a.numel():
         open_rows = rows.subset(active_a)
-        bracket = _narrow(open_rows, bracket, goal_a, column, hint_up, late)
+        bracket = _narrow(open_rows, bracket, goal_a, column, hint_up, num_rounds >= 2)
         cut, bracket, done_a = _list_and_cut(open_rows, bracket, goal_a, column)
         settled = settled.with_rows(active_a, cut)
         still_a = (~done_a).nonzero()[:, 0]
         bracket, active_a, goal_a = bracket.rows(still_a), active_a[still_a], goal_a[still_a]
-        hint_up, late = None, True
+        hint_up, num_rounds = None, num_rounds + 1
     return settled
 
 
@@ -276,7 +276,7 @@ def _narrow(
 ) -> Bracket:
     """The bracket after a few passes, each row until it holds no more values than one listing takes.
 
-    `late`: a first round was not enough, so values lie far apart: every other pass quarters floats, not nats.
+    `late`: two rounds were not enough, so values lie far apart: every other pass quarters floats, not nats.
     """
     for index in range(PASSES_PER_ROUND):
         wide_w = (bracket.num_inside() > NUM_LISTED).nonzero()[:, 0]
