@@ -113,8 +113,8 @@ def vocab_parallel_logprob(
     Raises `ValueError` for mixed shapes, ids outside [0, V), rows with NaN, +inf, or nothing finite, a mask
     that does not fit, penalties without the tokens they count; the message names the row or the field.
     """
-    vocab = vocab or _equal_shard(logits_tv, tp_group)
     _check_shapes(logits_tv, target_t)
+    vocab = vocab or _equal_shard(logits_tv, tp_group)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     passes = select_passes(backend, logits_tv)
     replay = replay if _replays(replay_mode) else None
@@ -372,10 +372,10 @@ def _check_shapes(logits_tv: torch.Tensor, target_t: torch.Tensor) -> None:
             "expected [t, v] and "
             "[t]. Flatten batch and sequence into one token axis."
         )
-    if not logits_tv.is_floating_point() or target_t.is_floating_point() or target_t.dtype == torch.bool:
+    if not logits_tv.is_floating_point() or target_t.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"logits are {logits_tv.dtype} and targets {target_t.dtype}: expected a float dtype and integer "
-            "ids."
+            "ids, int32 or int64."
         )
 
 

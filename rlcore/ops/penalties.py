@@ -54,6 +54,8 @@ class PenaltyTokens:
         `ids_sl [S, L]` right-padded; both lengths `[S]`, prompt and prompt + response. Raises `ValueError`
         naming the sequence for lengths that do not fit. The result stands on the host; see `to`.
         """
+        if ids_sl.is_floating_point():
+            raise ValueError(f"ids are {ids_sl.dtype}: expected integers.")
         ids_sl, prompt_length_s, length_s = ids_sl.cpu().long(), prompt_length_s.cpu(), length_s.cpu()
         _check_lengths(ids_sl, prompt_length_s, length_s)
         num_sequences, length = ids_sl.shape

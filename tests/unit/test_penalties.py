@@ -281,3 +281,8 @@ def test_no_rows_and_neutral_penalties():
 
 def empty_tokens():
     return PenaltyTokens.of(torch.zeros(0, 3).long(), torch.zeros(0).long(), torch.zeros(0).long())
+
+
+def test_ids_that_are_no_integers_are_refused():
+    with pytest.raises(ValueError, match="float32"):
+        PenaltyTokens.of(torch.tensor([[1.5, 2.0]]), torch.tensor([1]), torch.tensor([2]))
