@@ -1,4 +1,4 @@
-"""The search ends on the same bits whatever led there: a sample of the columns or none, other rows or none."""
+"""The search ends on the same bits whatever led there: a sample of columns or none, other rows or none."""
 
 from __future__ import annotations
 

@@ -299,3 +299,14 @@ def test_without_validation_a_broken_row_is_nan_and_its_neighbours_are_not():
 def test_bad_arguments_are_named(logits, target, message):
     with pytest.raises(ValueError, match=message):
         vocab_parallel_logprob(logits, target, SamplingSpec())
+
+
+def test_columns_that_no_rank_holds_are_refused():
+    """8 of 20 ids and nobody else: a target among the other 12 would silently be out of every support."""
+    with pytest.raises(ValueError, match="ids 0 to 8 for a vocabulary of 20"):
+        vocab_parallel_logprob(
+            torch.zeros(2, 8),
+            torch.zeros(2).long(),
+            SamplingSpec(),
+            vocab=VocabShard(start=0, vocab_size=20),
+        )
