@@ -9,7 +9,7 @@ import torch
 
 from rlcore.ops import bracket, passes
 from rlcore.ops import filter as support_filter
-from rlcore.ops.logprob import TokenLogprobs, vocab_parallel_logprob
+from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import RowSampling, SamplingSpec
 from tests.oracle import (
