@@ -76,7 +76,7 @@ class OutputHead:
         """The scored tokens of what `run` returned on the last stage."""
         if self.fused:
             return score_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy))
-        return score_logits(output, microbatch.target_t, spec, self.groups, self.vocab_size, entropy)
+        return score_logits(output, microbatch, spec, self.groups, self.vocab_size, entropy)
 
     def loss(
         self,
@@ -110,7 +110,7 @@ class OutputHead:
 
 def score_logits(
     logits: torch.Tensor,
-    target_t: torch.Tensor,
+    microbatch: Microbatch,
     spec: SamplingSpec,
     groups: ParallelGroups,
     vocab_size: int,
@@ -120,7 +120,14 @@ def score_logits(
     logits_tv = logits.reshape(-1, logits.shape[-1])
     vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
     return vocab_parallel_logprob(
-        logits_tv, target_t, spec, groups.tp, vocab, entropy=entropy, validate=False
+        logits_tv,
+        microbatch.target_t,
+        spec,
+        groups.tp,
+        vocab,
+        entropy=entropy,
+        validate=False,
+        penalties=microbatch.penalty_tokens,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from rlcore.batch import Microbatch, TrainBatch
+from rlcore.ops.penalties import PenaltyTokens
 from rlcore.step_weights import StepWeights
 
 # Fill of positions that predict nothing, by field: neutral values that no mask lets through.
@@ -59,10 +60,12 @@ def split_batch(
     microbatch_size: int,
     length_multiple: int = 1,
     weights: StepWeights | None = None,
+    counts_penalties: bool = False,
 ) -> list[Microbatch]:
     """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
 
-    `weights`: what the loss reads of each token; None for a scoring pass. Raises as `check_splits`.
+    `weights`: what the loss reads of each token; None for a scoring pass. `counts_penalties`: prepare the
+    tokens that repetition, presence and frequency penalties count. Raises as `check_splits`.
 
     """
     check_splits(batch)
@@ -85,6 +88,7 @@ def split_batch(
             value_sl = getattr(source, f"{name}_sl")
             if value_sl is not None:
                 columns[name] = _shift(_pad(value_sl, rows, length, fill), fill)
+    prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in _lengths(batch))
     position_l = torch.arange(length, device=ids_sl.device)
     row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
     return [
@@ -96,6 +100,13 @@ def split_batch(
             ),
             num_segments=microbatch_size,
             num_samples=batch.num_sequences,
+            penalty_tokens=PenaltyTokens.of(
+                ids_sl[start : start + microbatch_size],
+                prompt_s[start : start + microbatch_size],
+                length_s[start : start + microbatch_size],
+            )
+            if counts_penalties
+            else None,
             **{
                 f"{name}_t": value[start : start + microbatch_size].reshape(-1)
                 for name, value in columns.items()
@@ -103,6 +114,12 @@ def split_batch(
         )
         for start in range(0, rows, microbatch_size)
     ]
+
+
+def _lengths(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[S]` each: tokens before the first response token (all, where there is none), and all tokens."""
+    first_s = batch.token_mask_sl.to(torch.int8).argmax(dim=1)
+    return torch.where(batch.token_mask_sl.any(dim=1), first_s, batch.length_s), batch.length_s
 
 
 def join_scores(

@@ -225,7 +225,8 @@ class MegatronWorker:
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a batch that was checked."""
         multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-        return split_batch(batch, self.config.train.microbatch_size, multiple, weights)
+        size, penalises = self.config.train.microbatch_size, self.spec.penalises
+        return split_batch(batch, size, multiple, weights, penalises)
 
     def _check_batch(self, batch: TrainBatch) -> None:
         """What the model cannot take, by name."""

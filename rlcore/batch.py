@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -170,6 +171,9 @@ class Microbatch:
     """`[T]` float32."""
     importance_keep_t: torch.Tensor | None = None
     """`[T]` bool."""
+    penalty_tokens: Any = None
+    """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
+    """
     num_segments: int = 0
     """Sequences of this microbatch, filler included."""
     num_samples: int = 0

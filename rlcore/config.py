@@ -87,6 +87,12 @@ class SamplingConfig:
     """See `SamplingSpec`."""
     ties: Literal["share", "all"] = "share"
     """See `SamplingSpec`."""
+    repetition_penalty: float = 1.0
+    """See `SamplingSpec`."""
+    presence_penalty: float = 0.0
+    """See `SamplingSpec`."""
+    frequency_penalty: float = 0.0
+    """See `SamplingSpec`."""
 
     def spec(self) -> SamplingSpec:
         """The `SamplingSpec` of these fields."""

@@ -150,11 +150,16 @@ def check_clip_and_lr(config: RunConfig) -> None:
 
 
 def check_sampling(config: RunConfig) -> None:
-    """The sampling values are ones a sampler accepts."""
+    """The sampling values are ones a sampler accepts, and the head can score."""
     try:
-        config.sampling.spec()
+        spec = config.sampling.spec()
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from error
+    if spec.penalises and config.model.fused_head:
+        raise ConfigError(
+            f"model.fused_head=true cannot apply sampling.{spec.penalty_fields}: penalties change whole "
+            "logits. Set model.fused_head=false, or switch the penalty off."
+        )
 
 
 _ARCHITECTURE_FIELDS = (

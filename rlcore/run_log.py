@@ -139,7 +139,7 @@ def check_writable(run_dir: str) -> None:
 
 def clear_run_folder(folder: Path) -> None:
     """Removes the files of an earlier run; saved policies and files that are not ours stay."""
-    for name in (CONFIG_FILE, METRICS_FILE, UPDATES_FILE, "report.txt", "reward.png"):
+    for name in (CONFIG_FILE, METRICS_FILE, UPDATES_FILE, "report.txt", "reward.png", "tokens.png"):
         folder.joinpath(name).unlink(missing_ok=True)
     shutil.rmtree(folder / TENSORBOARD_FOLDER, ignore_errors=True)
 

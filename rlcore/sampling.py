@@ -178,7 +178,7 @@ class RowSampling:
     """
 
     temperature_t: torch.Tensor
-    """`[t]` float32."""
+    """`[t]` float64, as all that is not a count: float64 logits then see what a `SamplingSpec` says."""
     top_k_t: torch.Tensor
     """`[t]` int64; 0 is off."""
     top_p_cut_t: torch.Tensor
@@ -193,11 +193,11 @@ class RowSampling:
     any_min_p: bool
     ties: Ties = "share"
     repetition_penalty_t: torch.Tensor | None = None
-    """`[t]` float32; None, as all three then are: no row has a penalty."""
+    """`[t]` float64; None, as all three then are: no row has a penalty."""
     presence_penalty_t: torch.Tensor | None = None
-    """`[t]` float32."""
+    """`[t]` float64."""
     frequency_penalty_t: torch.Tensor | None = None
-    """`[t]` float32."""
+    """`[t]` float64."""
 
     @staticmethod
     def of(specs: Sequence[SamplingSpec], device: torch.device | str = "cpu") -> RowSampling:
@@ -210,13 +210,13 @@ class RowSampling:
             return torch.tensor(values, dtype=dtype, device=device)
 
         penalties = {
-            f"{name}_t": tensor([getattr(spec, name) for spec in specs], torch.float32)
+            f"{name}_t": tensor([getattr(spec, name) for spec in specs], torch.float64)
             for name in PENALTIES_OFF
             if any(spec.penalises for spec in specs)
         }
         cuts = [math.inf if spec.effective_top_p is None else spec.top_p_cut for spec in specs]
         return RowSampling(
-            temperature_t=tensor([spec.effective_temperature for spec in specs], torch.float32),
+            temperature_t=tensor([spec.effective_temperature for spec in specs], torch.float64),
             top_k_t=tensor(top_ks, torch.int64),
             top_p_cut_t=tensor(cuts, torch.float64),
             min_p_cut_t=tensor([spec.min_p_cut for spec in specs], torch.float64),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 def plot(run: str) -> None:
     """Writes the pictures into the run folder and says where."""
-    from rlcore.cli.report import PICTURE_FILE, draw_reward
+    from rlcore.cli.pictures import draw_pictures
     from rlcore.run_log import read_metrics
 
     folder = Path(run)
-    print(draw_reward(read_metrics(folder), folder / PICTURE_FILE))
+    for path in draw_pictures(read_metrics(folder), folder):
+        print(path)

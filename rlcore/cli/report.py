@@ -1,4 +1,4 @@
-"""What a run leaves for a person: a table (printed and in `report.txt`) and a picture of the reward curve."""
+"""What a run leaves for a person: a table, printed and in `report.txt`, and pictures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from rlcore.cli.pictures import WINDOW, draw_pictures
 from rlcore.run_log import read_metrics
 
 REPORT_FILE = "report.txt"
-PICTURE_FILE = "reward.png"
-WINDOW = 10
-"""Steps averaged at either end of a run, and along the curve."""
 
 
 def write_report(folder: Path, seconds: float, console: Console | None = None) -> None:
@@ -21,10 +19,10 @@ def write_report(folder: Path, seconds: float, console: Console | None = None) -
     records = read_metrics(folder)
     table = summary_table(records, seconds)
     (console or Console()).print(table)
-    picture = draw_reward(records, folder / PICTURE_FILE)
+    pictures = draw_pictures(records, folder)
     with folder.joinpath(REPORT_FILE).open("w", encoding="utf-8") as file:
         Console(file=file, width=100).print(table)
-    print(f"run folder {folder}, reward curve {picture}")
+    print(f"run folder {folder}, pictures {', '.join(path.name for path in pictures)}")
 
 
 def first_and_last(values: Sequence[float]) -> tuple[float, float, int]:
@@ -47,7 +45,7 @@ def summary_table(records: Sequence[dict[str, float]], seconds: float) -> Table:
         ("trainer/sampler gap, largest", f"{max(r.get('mismatch/abs_max', 0.0) for r in records):.2e}"),
         (
             "tokens out of the trainer's support",
-            f"{max(r['mismatch/out_of_support'] for r in records):.2%} at most",
+            f"{max(r.get('mismatch/out_of_support', 0.0) for r in records):.2%} at most",
         ),
         ("updates skipped", f"{sum(record['update/skipped'] for record in records):.0f}"),
         ("tokens/s", f"{rate:,.0f}"),
@@ -59,28 +57,3 @@ def summary_table(records: Sequence[dict[str, float]], seconds: float) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def draw_reward(records: Sequence[dict[str, float]], path: Path) -> Path:
-    """Draws mean reward by step, with its running mean, as a PNG; returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    steps = [record["step"] + 1 for record in records]
-    rewards = [record["reward/mean"] for record in records]
-    running = [
-        sum(part) / len(part)
-        for i in range(len(rewards))
-        if (part := rewards[max(0, i + 1 - WINDOW) : i + 1])
-    ]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="step")
-    axes.plot(steps, running, color="tab:blue", linewidth=2, label=f"mean of the last {WINDOW} steps")
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", frameon=False)
-    figure.savefig(path, dpi=130)
-    return path

@@ -17,6 +17,7 @@ import torch
 
 from rlcore.collectives import Group, all_gather
 from rlcore.ops.candidates import top_values
+from rlcore.ops.float_keys import key_quarters
 from rlcore.ops.passes import BLOCK, Passes
 from rlcore.ops.rows import Cut, RowParams, RowStats, Support
 
@@ -185,7 +186,7 @@ def _everything(rows: OpenRows) -> Cut:
         rows.cut_at(_just_below(stats.max_t + params.min_p_cut_t)),
         num_tied_t=torch.zeros_like(stats.num_finite_t),
     )
-    return _where(torch.isneginf(params.min_p_cut_t), whole, floored)
+    return floored.with_rows_where(torch.isneginf(params.min_p_cut_t), whole)
 
 
 def _locate_some(
@@ -221,13 +222,15 @@ def _locate_some(
     hint_up = _hint(rows.subset(active_a), bracket, goal_a, column)
     if bound_u is not None:
         bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_u[active_a]))
+    num_rounds = 0
     while active_a.numel():
         open_rows = rows.subset(active_a)
-        bracket = _narrow(open_rows, bracket, goal_a, column, hint_up)
+        bracket = _narrow(open_rows, bracket, goal_a, column, hint_up, num_rounds >= 2)
         cut, bracket, done_a = _list_and_cut(open_rows, bracket, goal_a, column)
-        settled = _write(settled, active_a, cut)
+        settled = settled.with_rows(active_a, cut)
         still_a = (~done_a).nonzero()[:, 0]
-        bracket, active_a, goal_a, hint_up = bracket.rows(still_a), active_a[still_a], goal_a[still_a], None
+        bracket, active_a, goal_a = bracket.rows(still_a), active_a[still_a], goal_a[still_a]
+        hint_up, num_rounds = None, num_rounds + 1
     return settled
 
 
@@ -264,9 +267,17 @@ def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -
 
 
 def _narrow(
-    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int, hint_up: torch.Tensor | None
+    rows: OpenRows,
+    bracket: Bracket,
+    goal_u: torch.Tensor,
+    column: int,
+    hint_up: torch.Tensor | None,
+    late: bool,
 ) -> Bracket:
-    """The bracket after a few passes, each row until it holds no more values than one listing takes."""
+    """The bracket after a few passes, each row until it holds no more values than one listing takes.
+
+    `late`: two rounds were not enough, so values lie far apart: every other pass quarters floats, not nats.
+    """
     for index in range(PASSES_PER_ROUND):
         wide_w = (bracket.num_inside() > NUM_LISTED).nonzero()[:, 0]
         if not wide_w.numel():
@@ -274,6 +285,8 @@ def _narrow(
         part, goal_w = bracket.rows(wide_w), goal_u[wide_w]
         if hint_up is not None and index == 0:
             pivot_wp = hint_up[wide_w]
+        elif late and index % 2 == 0:
+            pivot_wp = _clamp_inside(key_quarters(part.low_u, part.high_u), part)
         else:
             pivot_wp = _place_pivots(part, goal_w, column, _spread(part) if index % 2 else None)
         sums_wp2 = rows.subset(wide_w).pivot_sums(pivot_wp)
@@ -340,8 +353,7 @@ def _place_pivots(
 
 def _clamp_inside(pivot_up: torch.Tensor, bracket: Bracket) -> torch.Tensor:
     """The pivots, moved between the bracket's ends."""
-    low_u = torch.where(torch.isneginf(bracket.low_u), bracket.high_u - OPEN_WIDTH, bracket.low_u)
-    highest_u, lowest_u = _just_below(bracket.high_u), torch.nextafter(low_u, bracket.high_u)
+    highest_u, lowest_u = _just_below(bracket.high_u), torch.nextafter(bracket.low_u, bracket.high_u)
     return torch.minimum(torch.maximum(pivot_up, lowest_u[:, None]), highest_u[:, None])
 
 
@@ -365,9 +377,8 @@ def _list_and_cut(
     threshold_u = torch.where(
         num_eligible_u > 0, value_uc.gather(1, index_u[:, None])[:, 0], _just_below(bracket.high_u)
     )
-    larger_uc = torch.where(value_uc > threshold_u[:, None], value_uc, math.inf)
-    next_u = torch.minimum(larger_uc.amin(dim=1), bracket.high_u)
-    pivot_u2 = torch.stack([next_u, threshold_u], dim=1)
+    larger_uc = torch.where(value_uc > threshold_u[:, None], value_uc, bracket.high_u[:, None])
+    pivot_u2 = torch.stack([larger_uc.amin(dim=1), threshold_u], dim=1)
     sums_u22 = rows.pivot_sums(pivot_u2)
     above_u2, from_u2 = sums_u22.unbind(1)
     cut = Cut(
@@ -378,22 +389,12 @@ def _list_and_cut(
         weighted_above_t=rows.cut_at(threshold_u).weighted_above_t if rows.entropy else above_u2[:, 0],
     )
     final_u = (above_u2[:, column] < goal_u) & (from_u2[:, column] >= goal_u)
+    # All values inside add up to less than the goal; where pivot sums disagree, the search goes on upwards.
     exhausted_u = ~reached_uc.any(dim=1) & (num_eligible_u < NUM_LISTED)
+    exhausted_u &= ~(above_u2[:, column] >= goal_u) | (num_eligible_u == 0)
     return cut, _tighten(bracket, pivot_u2, sums_u22, goal_u, column), final_u | exhausted_u
 
 
 def _just_below(value_u: torch.Tensor) -> torch.Tensor:
     """The next float down: `z > just below v` is `z >= v`."""
     return torch.nextafter(value_u, torch.full_like(value_u, -math.inf))
-
-
-def _where(condition_u: torch.Tensor, yes: Cut, no: Cut) -> Cut:
-    return Cut(
-        **{f.name: torch.where(condition_u, getattr(yes, f.name), getattr(no, f.name)) for f in fields(Cut)}
-    )
-
-
-def _write(cut: Cut, index_a: torch.Tensor, part: Cut) -> Cut:
-    return Cut(
-        **{f.name: getattr(cut, f.name).index_copy(0, index_a, getattr(part, f.name)) for f in fields(Cut)}
-    )

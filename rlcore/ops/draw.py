@@ -14,6 +14,7 @@ from rlcore.collectives import Group, all_gather
 from rlcore.ops.filter import find_support
 from rlcore.ops.logprob import VocabShard, real_columns
 from rlcore.ops.passes import EAGER, compute_dtype, temper
+from rlcore.ops.penalties import PenaltyTokens, penalised_logits
 from rlcore.ops.rows import RowParams
 from rlcore.sampling import RowSampling, SamplingSpec
 
@@ -24,16 +25,21 @@ def draw_tokens(
     tp_group: Group,
     vocab: VocabShard,
     generator: torch.Generator,
+    penalties: PenaltyTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One id per row and its logprob under the truncated distribution, the same on all TP ranks.
 
     Maths: argmax over the support of z + log(share) - log E with E ~ Exp(1), which draws from the
         distribution.
     Shapes: `logits_tv [t, v]` -> ids `[t]` int64, logprobs `[t]`. Dtypes: as `vocab_parallel_logprob`.
+    `penalties`: the tokens before each row, where the spec has a penalty.
     Layout: `generator` must differ between TP ranks (each draws the noise of its own columns).
     Collectives: those of `find_support`, and one all-gather of 3 float64 a row. Backward: none. Mutates: the
         generator. Rows with NaN, +inf or nothing finite give NaN as logprob: the caller refuses them.
     """
+    if spec.penalises and penalties is not None:
+        logits_tv = penalised_logits(logits_tv, penalties, spec, vocab.start)
+        spec = spec.without_penalties()
     real_tv = real_columns(logits_tv, vocab)
     dtype = compute_dtype(logits_tv)
     params = RowParams.of(spec, logits_tv, vocab.vocab_size, dtype)

@@ -11,11 +11,11 @@ from typing import TypedDict
 import torch
 
 from rlcore.collectives import Group, all_gather, all_reduce_, group_rank, group_size, reduce_scatter
+from rlcore.ops.inputs import check_coverage, check_targets
 from rlcore.ops.logprob import (
     ScoredRows,
     TokenLogprobs,
     VocabShard,
-    check_targets,
     rows_gradient,
     score_rows,
 )
@@ -79,6 +79,7 @@ class LinearHead:
         )
         head = LinearHead(target_t=target_t, spec=spec, tp_group=tp_group, vocab=vocab, **options)
         _check(hidden_td, weight_vd, head)
+        check_coverage(weight_vd.t(), vocab.start, vocab.vocab_size, tp_group)
         validate = hidden_td.device.type == "cpu" if head.validate is None else head.validate
         if validate:
             check_targets(target_t, vocab.vocab_size)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.ops.filter import find_support
+from rlcore.ops.inputs import check_coverage, check_ids, check_shapes
 from rlcore.ops.passes import EAGER, Passes, Wanted, compute_dtype, select_passes, temper
 from rlcore.ops.penalties import PenaltyTokens, penalised_logits
 from rlcore.ops.replay import (
@@ -113,13 +114,14 @@ def vocab_parallel_logprob(
     Raises `ValueError` for mixed shapes, ids outside [0, V), rows with NaN, +inf, or nothing finite, a mask
     that does not fit, penalties without the tokens they count; the message names the row or the field.
     """
+    check_shapes(logits_tv, target_t)
     vocab = vocab or _equal_shard(logits_tv, tp_group)
-    _check_shapes(logits_tv, target_t)
+    check_coverage(logits_tv, vocab.start, vocab.vocab_size, tp_group)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     passes = select_passes(backend, logits_tv)
     replay = replay if _replays(replay_mode) else None
     if validate:
-        _check_ids(target_t, vocab.vocab_size, replay, penalties)
+        check_ids(target_t, vocab.vocab_size, replay, penalties)
     if spec.penalises and penalties is not None:
         logits_tv = penalised_logits(logits_tv, penalties, spec, vocab.start)
         spec = spec.without_penalties()
@@ -363,38 +365,3 @@ def _equal_shard(logits_tv: torch.Tensor, tp_group: Group) -> VocabShard:
     """Shards of one width in rank order, without padding."""
     width = logits_tv.shape[-1]
     return VocabShard(start=group_rank(tp_group) * width, vocab_size=width * group_size(tp_group))
-
-
-def _check_shapes(logits_tv: torch.Tensor, target_t: torch.Tensor) -> None:
-    if logits_tv.dim() != 2 or target_t.dim() != 1 or logits_tv.shape[0] != target_t.shape[0]:
-        raise ValueError(
-            f"logits of shape {tuple(logits_tv.shape)} and targets of shape {tuple(target_t.shape)}: "
-            "expected [t, v] and "
-            "[t]. Flatten batch and sequence into one token axis."
-        )
-    if not logits_tv.is_floating_point() or target_t.is_floating_point() or target_t.dtype == torch.bool:
-        raise ValueError(
-            f"logits are {logits_tv.dtype} and targets {target_t.dtype}: expected a float dtype and integer "
-            "ids."
-        )
-
-
-def check_targets(target_t: torch.Tensor, vocab_size: int) -> None:
-    """Raises `ValueError` naming the first row whose target is no id of the vocabulary."""
-    bad_t = (target_t < 0) | (target_t >= vocab_size)
-    if bad_t.any():
-        row = int(bad_t.nonzero()[0])
-        raise ValueError(
-            f"target {int(target_t[row])} in row {row} is outside the vocabulary [0, {vocab_size}). "
-            "Give masked positions any valid id, such as 0."
-        )
-
-
-def _check_ids(
-    target_t: torch.Tensor, vocab_size: int, replay: SamplingMask | None, penalties: PenaltyTokens | None
-) -> None:
-    check_targets(target_t, vocab_size)
-    if replay is not None:
-        replay.check(target_t.shape[0], vocab_size)
-    if penalties is not None:
-        penalties.check(target_t.shape[0], vocab_size)

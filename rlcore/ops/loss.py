@@ -66,8 +66,8 @@ class PolicyTokens:
     weight_t: torch.Tensor | None = None
     """float >= 0: importance weight (`ops/importance.py`), multiplied into the loss; None is 1."""
     multiplier_t: torch.Tensor | None = None
-    """float, `[t]` or 0-dim: what a token's loss counts (`ops/aggregation.py`). Given, the sum is part of the
-    pass: see `PolicyTerms.total`.
+    """float, `[t]` or 0-dim, finite in every slot: what a token's loss counts (`ops/aggregation.py`). Given,
+    the sum is part of the pass: see `PolicyTerms.total`.
     """
 
 

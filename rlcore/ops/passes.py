@@ -27,6 +27,10 @@ BLOCK = 64
 CHUNK_ELEMENTS = 1 << 18
 
 
+# Rows of one compiled call: it writes several numbers per block of columns before it adds them up.
+PARTIAL_ROWS = 128
+
+
 class Wanted(NamedTuple):
     """Which distributions an incoming gradient reaches, and whether an entropy has one."""
 
@@ -313,12 +317,29 @@ def compiled_passes() -> Passes:
 
         return run
 
+    def in_parts(pass_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        whole = with_rows(pass_rows)
+
+        def run(logits_tv: torch.Tensor, row_u: torch.Tensor | None, *arguments: object) -> torch.Tensor:
+            num_rows = logits_tv.shape[0] if row_u is None else row_u.shape[0]
+            if num_rows <= PARTIAL_ROWS:
+                return whole(logits_tv, row_u, *arguments)
+            parts = []
+            for start in range(0, num_rows, PARTIAL_ROWS):
+                part = slice(start, start + PARTIAL_ROWS)
+                given = [a[part] if isinstance(a, torch.Tensor) else a for a in arguments]
+                rows_tv, picks = (logits_tv[part], None) if row_u is None else (logits_tv, row_u[part])
+                parts.append(whole(rows_tv, picks, *given))
+            return torch.cat(parts)
+
+        return run
+
     return Passes(
         name="compile",
-        block_maxima=with_rows(_block_maxima),
-        exp_sums=with_rows(_exp_sums),
-        sums_above=with_rows(_sums_above),
-        pivot_sums=with_rows(_pivot_sums),
+        block_maxima=in_parts(_block_maxima),
+        exp_sums=in_parts(_exp_sums),
+        sums_above=in_parts(_sums_above),
+        pivot_sums=in_parts(_pivot_sums),
         gradient=with_rows(_gradient),
     )
 

@@ -54,6 +54,8 @@ class PenaltyTokens:
         `ids_sl [S, L]` right-padded; both lengths `[S]`, prompt and prompt + response. Raises `ValueError`
         naming the sequence for lengths that do not fit. The result stands on the host; see `to`.
         """
+        if ids_sl.is_floating_point():
+            raise ValueError(f"ids are {ids_sl.dtype}: expected integers.")
         ids_sl, prompt_length_s, length_s = ids_sl.cpu().long(), prompt_length_s.cpu(), length_s.cpu()
         _check_lengths(ids_sl, prompt_length_s, length_s)
         num_sequences, length = ids_sl.shape
@@ -109,8 +111,13 @@ class PenaltyTokens:
         self.check_rows(num_rows)
         bad_m = (self.distinct_id_m < 0) | (self.distinct_id_m >= vocab_size)
         if bad_m.any():
-            token_id = int(self.distinct_id_m[bad_m.nonzero()[0, 0]])
-            raise ValueError(f"penalty token {token_id} is outside the vocabulary [0, {vocab_size}).")
+            index = int(bad_m.nonzero()[0, 0])
+            sees_t = (self.first_t <= index) & (index < self.first_t + self.num_seen_t)
+            row = f"row {int(sees_t.nonzero()[0, 0])}" if bool(sees_t.any()) else "no row of these"
+            raise ValueError(
+                f"penalty token {int(self.distinct_id_m[index])}, first seen by {row}, is outside the "
+                f"vocabulary [0, {vocab_size})."
+            )
 
     def check_rows(self, num_rows: int) -> None:
         """The part of `check` that reads no tensor."""

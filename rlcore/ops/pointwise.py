@@ -59,15 +59,20 @@ def evaluate(core: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> 
 
     Never reads a value back: whether to compile depends on sizes and devices alone.
     """
-    arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
     first_t = arguments[0]
     if first_t.numel() < COMPILE_FROM_TOKENS or not _can_compile(first_t.device.type):
-        return core(*arguments)
-    # Bytes go in and out of compiled code: loops that load or store bools are not vectorised on the CPU
-    # (measured: ten times slower).
-    kinds = tuple(_kind(argument) for argument in arguments)
-    inputs = [a.view(torch.uint8) if kind == "bool" else a for a, kind in zip(arguments, kinds, strict=True)]
-    outputs = _compiled(core, kinds)(*inputs)
+        with torch.no_grad():
+            return core(*arguments)
+    inputs, kinds = [], []
+    for argument in arguments:
+        is_tensor = isinstance(argument, torch.Tensor)
+        kinds.append(_kind(argument) if is_tensor else type(argument))
+        if is_tensor and argument.requires_grad:
+            argument = argument.detach()
+        # Bytes go in and out of compiled code: loops that load or store bools are not vectorised on the CPU
+        # (measured: ten times slower).
+        inputs.append(argument.view(torch.uint8) if kinds[-1] == "bool" else argument)
+    outputs = _compiled(core, tuple(kinds))(*inputs)
     return tuple(output.view(torch.bool) if output.dtype == torch.uint8 else output for output in outputs)
 
 
@@ -111,15 +116,13 @@ def _can_compile(device_type: str) -> bool:
     return device_type == "cpu" or (device_type == "cuda" and triton_passes.is_installed())
 
 
-def _kind(argument: Any) -> str:
-    """What the compiled code is special for, apart from dtypes."""
-    if not isinstance(argument, torch.Tensor):
-        return type(argument).__name__
-    return "bool" if argument.dtype == torch.bool else f"{argument.dim()}d"
+def _kind(argument: torch.Tensor) -> str | int:
+    """What the compiled code is special for, apart from dtypes: bools, and the number of dimensions."""
+    return "bool" if argument.dtype == torch.bool else argument.dim()
 
 
 @cache
-def _compiled(core: Callable[..., tuple[torch.Tensor, ...]], kinds: tuple[str, ...]) -> Core:
+def _compiled(core: Callable[..., tuple[torch.Tensor, ...]], kinds: tuple[Any, ...]) -> Core:
     """The core behind bytes, compiled. The first call takes seconds."""
 
     def run(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -132,5 +135,5 @@ def _compiled(core: Callable[..., tuple[torch.Tensor, ...]], kinds: tuple[str, .
 
     # The compiler counts versions per code object and, past eight, runs eagerly without a word: each has its
     # own.
-    run.__code__ = run.__code__.replace(co_name=f"run_{core.__name__}_{'_'.join(kinds)}")
+    run.__code__ = run.__code__.replace(co_name=f"run_{core.__name__}_{kinds}")
     return torch.compile(run, dynamic=True)

@@ -145,5 +145,5 @@ def _entropy(z_tv: torch.Tensor, weight_tv: torch.Tensor, lse_t: torch.Tensor) -
     too.
     """
     counts = (weight_tv > 0) & (z_tv > -math.inf)
-    logprob_tv = torch.where(counts, z_tv, 0.0) - lse_t[:, None]
+    logprob_tv = torch.where(counts, z_tv - lse_t[:, None], 0.0)
     return -(torch.where(counts, weight_tv, 0.0) * logprob_tv.exp() * logprob_tv).sum(dim=1)

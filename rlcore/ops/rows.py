@@ -167,6 +167,24 @@ class Cut:
     weighted_above_t: torch.Tensor
     """`[t]` float64: sum of exp(y) y over entries above it; 0 unless the entropy was asked for."""
 
+    def with_rows(self, row_u: torch.Tensor, other: Cut) -> Cut:
+        """This cut with some rows taken from `other`, in the order of `row_u`."""
+        return Cut(
+            **{
+                f.name: getattr(self, f.name).index_copy(0, row_u, getattr(other, f.name))
+                for f in fields(self)
+            }
+        )
+
+    def with_rows_where(self, condition_t: torch.Tensor, other: Cut) -> Cut:
+        """This cut with the rows of the condition taken from `other`, which has as many rows."""
+        return Cut(
+            **{
+                f.name: torch.where(condition_t, getattr(other, f.name), getattr(self, f.name))
+                for f in fields(self)
+            }
+        )
+
     def group_for_mass(self, goal_t: torch.Tensor, max_t: torch.Tensor) -> torch.Tensor:
         """`[t]` int64: entries of the tied group needed until the mass above the next one reaches the goal;
         at least 1.

@@ -61,8 +61,7 @@ def row_of(segment_t: torch.Tensor, num_segments: int) -> torch.Tensor:
 def sums_and_counts(
     value_t: torch.Tensor, mask_t: torch.Tensor, segment_t: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """`[num_segments, 2]` float64 over this rank's tokens; `value_t` is 0 outside the mask. For compiled
-    code."""
+    """`[num_segments, 2]` float64 over this rank's tokens; `value_t` is 0 outside the mask. A core."""
     row_t = row_of(segment_t, num_segments)
     count_t = torch.where(mask_t, 1.0, 0.0)
     return torch.stack([_sums(column_t, row_t, num_segments) for column_t in (value_t, count_t)], dim=1)

@@ -32,8 +32,8 @@ def gspo_terms(
         +20, not the tokens.
     Shapes: all `[t]`; diagnostics hold the sequence's ratio on each of its tokens in the mask.
     Dtypes: float32 maths, sums in float64. Layout: packed in any order.
-    Collectives: one all-reduce (sum) of 16 bytes a sequence over `cp_group`, whatever the data. Backward:
-    none.
+    Collectives: one all-reduce (sum) of 16 bytes a sequence over `cp_group`, whatever the data; in backward
+        none.
     Backward: -s A to the token's own logprob (GSPO-token's gradient). d s / d logprob is s / n for each of n
         tokens and every one of the n terms holds s: where advantage, weight and multiplier are the same all
         over a sequence, that sum is this, so each rank needs its own tokens only. Where they differ, each

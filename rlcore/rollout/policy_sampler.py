@@ -13,6 +13,7 @@ from rlcore.collectives import broadcast_, raise_together
 from rlcore.interfaces import DecodingModel
 from rlcore.ops.draw import draw_tokens
 from rlcore.ops.logprob import VocabShard
+from rlcore.ops.penalties import PenaltyTokens
 from rlcore.sampling import SamplingSpec
 
 
@@ -88,7 +89,7 @@ class PolicySampler:
         self.decoder.start_decoding(num_rows, max_length)
         num_seen = 0
         for position in range(int(prompt_length_s.min()), max_length):
-            next_s, drawn_logprob_s = self._draw(ids_sl[:, :position], num_seen, generator)
+            next_s, drawn_logprob_s = self._draw(ids_sl[:, :position], prompt_length_s, num_seen, generator)
             num_seen = position
             draws_s = (position >= prompt_length_s) & (position < limit_s) & ~finished_s
             broken_s |= draws_s & torch.isnan(drawn_logprob_s)
@@ -102,7 +103,11 @@ class PolicySampler:
         return logprob_sl, length_s, finished_s, broken_s
 
     def _draw(
-        self, ids_sl: torch.Tensor, num_seen: int, generator: torch.Generator
+        self,
+        ids_sl: torch.Tensor,
+        prompt_length_s: torch.Tensor,
+        num_seen: int,
+        generator: torch.Generator,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Next id and its logprob per row, on every stage. Collective over the model replica."""
         groups = self.decoder.groups
@@ -110,7 +115,8 @@ class PolicySampler:
         drawn_s2 = torch.zeros((ids_sl.shape[0], 2), dtype=torch.float64, device=ids_sl.device)
         if logits_sv is not None:
             vocab = VocabShard.even(logits_sv.shape[1] * groups.tp_size, self.decoder.vocab_size, groups.tp)
-            next_s, logprob_s = draw_tokens(logits_sv, self.spec, groups.tp, vocab, generator)
+            penalties = last_position(ids_sl, prompt_length_s) if self.spec.penalises else None
+            next_s, logprob_s = draw_tokens(logits_sv, self.spec, groups.tp, vocab, generator, penalties)
             drawn_s2 = torch.stack([next_s.double(), logprob_s.double()], dim=1)
         # The earlier stages wait for the last one, which has the logits.
         broadcast_(drawn_s2, groups.pp_size - 1, groups.pp)
@@ -141,6 +147,17 @@ class PolicySampler:
                     "model.max_position_embeddings."
                 )
         return None
+
+
+def last_position(ids_sl: torch.Tensor, prompt_length_s: torch.Tensor) -> PenaltyTokens:
+    """What penalties count for the token after the last column of `ids_sl [S, L]`: one row a sequence.
+
+    A row whose prompt is still going counts its prompt so far; nothing is drawn for it.
+    """
+    num_rows, length = ids_sl.shape
+    length_s = torch.full_like(prompt_length_s, length)
+    tokens = PenaltyTokens.of(ids_sl, prompt_length_s.clamp(max=length), length_s)
+    return tokens.rows(torch.arange(1, num_rows + 1) * length - 1)
 
 
 def _broken_error(broken_s: torch.Tensor, rows: Sequence[Prompt]) -> ValueError | None:

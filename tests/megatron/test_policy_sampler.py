@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-def make_config(layout):
+def make_config(layout, **sampling):
     _, tp, pp, sp = LAYOUTS[layout]
     return load_run_config(
         {
@@ -42,10 +42,21 @@ def make_config(layout):
                 "max_position_embeddings": 24,
             },
             "parallel": {"tp": tp, "pp": pp, "sequence_parallel": sp, "backend": "cpu"},
-            "sampling": {"temperature": 0.9, "top_k": 12, "top_p": 0.9},
+            "sampling": {"temperature": 0.9, "top_k": 12, "top_p": 0.9, **sampling},
             "rollout": {"max_new_tokens": 16},
             "train": {"microbatch_size": 4},
         }
+    )
+
+
+def batch_of(rollout):
+    return TrainBatch(
+        ids_sl=rollout.ids_sl,
+        length_s=rollout.length_s,
+        token_mask_sl=rollout.token_mask_sl,
+        sample_mask_s=torch.ones_like(rollout.finished_s),
+        advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
+        sampler_logprob_sl=rollout.sampler_logprob_sl,
     )
 
 
@@ -61,15 +72,7 @@ def _generate(rank, world_size, config, prompts, seed, max_new_tokens, broken=Fa
             worker.decoder, worker.spec, EOS, max_new_tokens, worker.arch.max_position_embeddings
         )
         rollout = sampler.generate(prompts, 4, seed + worker.groups.dp_rank)
-        batch = TrainBatch(
-            ids_sl=rollout.ids_sl,
-            length_s=rollout.length_s,
-            token_mask_sl=rollout.token_mask_sl,
-            sample_mask_s=torch.ones_like(rollout.finished_s),
-            advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
-            sampler_logprob_sl=rollout.sampler_logprob_sl,
-        )
-        return rollout, worker.logprobs(batch), worker.groups.dp_rank
+        return rollout, worker.logprobs(batch_of(rollout)), worker.groups.dp_rank
     finally:
         worker.close()
 
@@ -87,6 +90,34 @@ def test_trainer_and_sampler_agree_for_an_unchanged_policy(layout):
         assert float((scores.logprob_sl - rollout.sampler_logprob_sl)[mask_sl].abs().max()) < 1e-5
         assert float(scores.log_mass_sl[mask_sl].max()) < 0.0, "truncation was on"
         check_shape(rollout, PROMPTS, 4, 9)
+
+
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
+def test_trainer_and_sampler_agree_under_penalties(layout):
+    """Both count the same tokens at every position; scored without penalties, the same responses
+    score otherwise."""
+    config = make_config(layout, **PENALTIES)
+    for rollout, scores, _ in run_ranks(_generate, LAYOUTS[layout][0], config, PROMPTS, 3, 9):
+        mask_sl = rollout.token_mask_sl
+        assert bool(scores.keep_sl[mask_sl].all())
+        assert float((scores.logprob_sl - rollout.sampler_logprob_sl)[mask_sl].abs().max()) < 1e-5
+    plain = run_ranks(_score, 1, make_config("tp1"), rollout)[0]
+    kept_sl = mask_sl & plain.keep_sl
+    # A fresh model is nearly flat: penalised ids are never drawn, and what is drawn gained their mass.
+    assert float((plain.logprob_sl - rollout.sampler_logprob_sl)[kept_sl].abs().max()) > 0.03
+
+
+def _score(rank, world_size, config, rollout):
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        return worker.logprobs(batch_of(rollout))
+    finally:
+        worker.close()
 
 
 def check_shape(rollout, prompts, samples_per_prompt, max_new_tokens):

@@ -291,7 +291,8 @@ def test_the_transport_case():
 
 def test_the_loss_case():
     rows = loss_rank(None, BenchOptions.of("loss", tokens=4001, repeats=1))
-    assert [row["name"] for row in rows] == ["clip_token_mean", "kl_k3"]
+    names = ["clip_token_mean", "clip_weighted_seq_mean", "gspo", "cispo", "reinforce", "kl_k3"]
+    assert [row["name"] for row in rows] == names
     assert all(row["ns_per_token"] == pytest.approx(row["fwd_bwd_s"] / 4001 * 1e9) for row in rows)
 
 

@@ -24,9 +24,11 @@ from rlcore.cli.launch import (
     world_size,
 )
 from rlcore.cli.main import main, parse
+from rlcore.cli.pictures import draw_pictures, token_layers
 from rlcore.cli.progress import LineDisplay, TerminalDisplay, describe, make_display
 from rlcore.cli.report import first_and_last, summary_table, write_report
 from rlcore.cli.train_command import train_rank
+from rlcore.masks import WHY_LEFT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,9 +87,23 @@ def test_plot_draws_again_and_says_what_is_missing(run_folder, capsys):
         main(["plot", str(run_folder)])
     assert left.value.code == 0 and "reward.png" in capsys.readouterr().out
     assert run_folder.joinpath("reward.png").stat().st_size > 5000
+    assert not run_folder.joinpath("tokens.png").exists(), "no step counted a token"
     with pytest.raises(SystemExit) as left:
         main(["plot", str(run_folder / "nowhere")])
     assert left.value.code == 2 and "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_why_tokens_left_is_a_picture_of_layers_that_add_up(tmp_path):
+    """Each step's layers end at all its tokens; a refused step, which counted nothing, is left out."""
+    counted = [
+        {"step": step, "reward/mean": 0.5} | {name: float(i + step) for i, name in enumerate(WHY_LEFT)}
+        for step in range(5)
+    ]
+    paths = draw_pictures([*counted, {"step": 5, "reward/mean": 0.5}], tmp_path)
+    assert [path.name for path in paths] == ["reward.png", "tokens.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    tops = [float(layer.get_paths()[0].vertices[:, 1].max()) for layer in token_layers(counted)]
+    assert tops == [sum(range(n)) + n * 4 for n in range(1, len(WHY_LEFT) + 1)]
 
 
 def test_plain_lines_where_there_is_no_terminal():

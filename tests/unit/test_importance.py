@@ -59,10 +59,9 @@ def test_b27b_icepop_drops_what_is_outside_and_stays_finite():
 
 
 def test_b27b_the_bounds_themselves_are_inside():
-    weights = icepop(*given([LN(0.5), LN(5.0), 0.0]), bounds=WeightBounds(low=0.5, high=5.0))
-    # log(0.5) and log(5) in float32 are within a rounding of the bounds: 0.5 exactly representable as its
-    # log?
-    assert weights.kept_t[2] and weights.weight_t[2] == 1.0
+    """Closed on both sides; a lower bound of 0 keeps even a weight that underflows to it."""
+    args = given([0.0, 1e-3, -1e-3])
+    assert icepop(*args, bounds=WeightBounds(low=1.0, high=1.0)).kept_t.tolist() == [True, False, False]
     zero = icepop(*given([-1e4, 1.0]), bounds=WeightBounds(low=0.0, high=5.0))
     assert zero.kept_t.tolist() == [True, True] and zero.weight_t[0] == 0.0
 
@@ -156,6 +155,7 @@ def test_a_token_that_neither_side_can_draw_is_dropped(name):
     weights = CORRECTIONS[name](old, gen, torch.ones(2).bool(), of(0, 0))
     assert weights.kept_t.tolist() == [False, True]
     assert weights.weight_t.tolist() == pytest.approx([0.0, math.exp(0.2)], rel=1e-5)
+    assert weights.log_weight_t.tolist() == pytest.approx([0.0, 0.2])
 
 
 def test_a_nan_of_a_counting_token_is_handed_on_or_rejected():

@@ -138,7 +138,7 @@ def test_gradcheck_of_the_plain_gradient(name):
 
 
 def test_b25_clamps():
-    """d = -28: input clamp 20, output clamp 10; without the latter exp(20) - 21; counted, without gradient."""
+    """d = -28: input clamp 20, output clamp 10; without that exp(20) - 21; counted, and without gradient."""
     for gradient in ("score", "plain"):
         terms, grad = run_family("k3", [-30.0], [-2.0], gradient=gradient)
         assert (terms.kl_t.item(), grad.item(), bool(terms.clamped_t)) == (10.0, 0.0, True)

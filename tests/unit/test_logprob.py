@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from rlcore.ops import passes
-from rlcore.ops.logprob import TokenLogprobs, vocab_parallel_logprob
+from rlcore.ops import bracket, passes
+from rlcore.ops import filter as support_filter
+from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import RowSampling, SamplingSpec
 from tests.oracle import (
@@ -92,6 +93,23 @@ def test_each_row_may_have_its_own_parameters(search):
             assert_close(grads[name][row : row + 1].double(), grad, TOLERANCE, (spec, name))
 
 
+def test_a_row_without_top_p_shares_its_ties_beside_one_that_has_it(search):
+    """A top-k that cuts a tied group keeps its share of it, whatever the other rows ask for."""
+    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]]).repeat(2, 1)
+    specs = [SamplingSpec(top_k=3), SamplingSpec(top_k=4, top_p=0.99)]
+    result = vocab_parallel_logprob(logits, torch.zeros(2, dtype=torch.long), RowSampling.of(specs))
+    assert result.num_kept_t.tolist() == [3, 4]
+
+
+def test_min_p_of_one_keeps_the_largest_of_large_logits(search):
+    """Next to 90 the rounding band of the cut is less than a float32 step: the cut is the largest itself."""
+    logits = torch.tensor([[90.0, 89.0, 90.0]])
+    result = vocab_parallel_logprob(logits, torch.tensor([2]), SamplingSpec(min_p=1.0, top_k=2))
+    assert result.keep_t[0] and result.num_kept_t[0] == 2
+    result = vocab_parallel_logprob(logits, torch.tensor([2]), SamplingSpec(min_p=1.0))
+    assert result.keep_t[0] and result.num_kept_t[0] == 2
+
+
 def test_per_row_parameters_are_checked():
     with pytest.raises(ValueError, match="2 rows for logits of 3 rows"):
         vocab_parallel_logprob(torch.zeros(3, 4), torch.zeros(3).long(), RowSampling.of([SamplingSpec()] * 2))
@@ -146,6 +164,61 @@ def test_results_do_not_depend_on_the_chunk_size(search, monkeypatch):
         monkeypatch.setattr(passes, "CHUNK_ELEMENTS", elements)
         for ours, expected in zip(run(), whole, strict=True):
             assert torch.equal(ours, expected)
+
+
+def test_a_sample_of_the_columns_changes_no_result(monkeypatch):
+    """A top-p so close to 1 that the float32 sums of a pass and the float64 sums of a listing disagree on
+    which value reaches it: what decides must not depend on where the search came from.
+    """
+    logits = -torch.arange(65.0)[None].half()
+    monkeypatch.setattr(support_filter, "MAX_CANDIDATES", 1)
+    monkeypatch.setattr(bracket, "SAMPLE_STRIDE", 2)
+    counts = set()
+    for listed, candidates, sample_from in itertools.product((1, 2, 3, 64), (1, 2), (0, 1 << 60)):
+        monkeypatch.setattr(bracket, "NUM_LISTED", listed)
+        monkeypatch.setattr(support_filter, "NUCLEUS_CANDIDATES", candidates)
+        monkeypatch.setattr(bracket, "SAMPLE_FROM_ELEMENTS", sample_from)
+        spec = SamplingSpec(temperature=2.0, top_p=1 - 1e-7)
+        counts.add(int(vocab_parallel_logprob(logits, torch.tensor([0]), spec).num_kept_t))
+    assert len(counts) == 1
+
+
+def test_rows_of_any_range_take_few_passes(monkeypatch):
+    """A large top-k cuts at a value that may lie millions of nats below the largest."""
+    passes_made = []
+    pivot_sums = bracket.OpenRows.pivot_sums
+
+    def counted(rows, pivot_up):
+        passes_made.append(len(pivot_up))
+        return pivot_sums(rows, pivot_up)
+
+    monkeypatch.setattr(bracket.OpenRows, "pivot_sums", counted)
+    logits = make_logits("random", 2, 20_000, seed=4)
+    for scale, dtype in ((1e6, torch.float32), (1e37, torch.float32), (1e200, torch.float64)):
+        passes_made.clear()
+        result = vocab_parallel_logprob(
+            logits.to(dtype) * scale, torch.tensor([0, 1]), SamplingSpec(top_k=5000)
+        )
+        assert result.num_kept_t.tolist() == [5000, 5000]
+        assert len(passes_made) <= 60, (scale, len(passes_made))
+
+
+def test_parameters_of_a_row_have_the_precision_of_a_spec():
+    logits = make_logits("random", 2, 30, seed=6).double()
+    target_t = logits.argmax(dim=1)
+    spec = SamplingSpec(temperature=0.3, top_k=4)
+    one = vocab_parallel_logprob(logits, target_t, spec)
+    rows = vocab_parallel_logprob(logits, target_t, RowSampling.of([spec] * 2))
+    assert torch.equal(rows.logprob_t, one.logprob_t)
+
+
+def test_the_reference_entropy_of_very_negative_rows_is_finite():
+    """A dropped id weighs nothing even where the log-normaliser lies below what exp can hold."""
+    logits = torch.tensor([[-1000.0, -1001.0, -math.inf]], requires_grad=True)
+    result = reference_logprob(logits, torch.tensor([0]), SamplingSpec(top_k=1))
+    assert result.entropy_t is not None and result.entropy_t.item() == 0.0
+    (grad,) = torch.autograd.grad(result.entropy_t.sum(), logits)
+    assert not grad.any()
 
 
 def test_bfloat16_logits_are_computed_in_float32():
@@ -218,9 +291,22 @@ def test_without_validation_a_broken_row_is_nan_and_its_neighbours_are_not():
         (torch.zeros(2, 4), torch.tensor([0]), r"\[t, v\]"),
         (torch.zeros(2, 2, 4), torch.tensor([0, 1]), r"\[t, v\]"),
         (torch.zeros(2, 4), torch.tensor([0.0, 1.0]), "integer ids"),
+        (torch.zeros(2, 4), torch.tensor([0, 1], dtype=torch.uint8), "int32 or int64"),
+        (torch.zeros(()), torch.tensor([0, 1]), r"\[t, v\]"),
         (torch.zeros(2, 4).long(), torch.tensor([0, 1]), "float dtype"),
     ],
 )
 def test_bad_arguments_are_named(logits, target, message):
     with pytest.raises(ValueError, match=message):
         vocab_parallel_logprob(logits, target, SamplingSpec())
+
+
+def test_columns_that_no_rank_holds_are_refused():
+    """8 of 20 ids and nobody else: a target among the other 12 would silently be out of every support."""
+    with pytest.raises(ValueError, match="ids 0 to 8 for a vocabulary of 20"):
+        vocab_parallel_logprob(
+            torch.zeros(2, 8),
+            torch.zeros(2).long(),
+            SamplingSpec(),
+            vocab=VocabShard(start=0, vocab_size=20),
+        )

@@ -82,6 +82,12 @@ def test_b03_ties_all(search):
     expect(result, [-0.743668, -math.inf, -1.743668, -1.743668, -1.743668, -math.inf])
 
 
+def test_b03_a_whole_tied_group_counts_in_the_mass_that_top_p_divides(search):
+    """Top-k 2 keeps all four ids tied at the cut: mass 1 + 4/e, so the first id alone is 0.40 of it."""
+    _, result = score([3.0, 2, 2, 2, 2, 0], SamplingSpec(top_k=2, top_p=0.5, ties="all"))
+    assert kept(result) == [0, 1, 2, 3, 4] and result.num_kept_t[0] == 5
+
+
 def test_b03_a_bfloat16_tie_is_no_float32_tie(search):
     z = torch.tensor([[10.0, 10.02, 1.0]])
     fine = vocab_parallel_logprob(z.repeat(3, 1), torch.arange(3), SamplingSpec(top_k=1))

@@ -1,7 +1,7 @@
 """10,000 adversarial batches through every loss x aggregation x importance correction x KL: finite, always.
 
-A batch is one segment of a long tensor: a few tokens whose logprobs, advantages and weights are extreme, whose
-masked slots hold infinities and NaN. Each is looked at by itself, and all as one step.
+A batch is one segment of a long tensor: a few tokens whose logprobs, advantages and weights are extreme,
+whose masked slots hold infinities and NaN. Each is looked at by itself, and all as one step.
 """
 
 from dataclasses import replace

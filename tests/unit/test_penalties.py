@@ -258,9 +258,9 @@ def test_tokens_that_do_not_fit_are_named():
     tokens = history([[0, 7]], [1], [2]).tokens()
     with pytest.raises(ValueError, match="2 rows for logits of 3 rows"):
         penalised_logits(torch.zeros(3, 9), tokens, ALL)
-    with pytest.raises(ValueError, match=r"penalty token 7 is outside the vocabulary \[0, 4\)"):
+    with pytest.raises(ValueError, match=r"penalty token 7, first seen by row 1, is outside"):
         vocab_parallel_logprob(torch.zeros(2, 4), torch.zeros(2).long(), ALL, penalties=tokens)
-    with pytest.raises(ValueError, match="penalty token -1 is outside"):
+    with pytest.raises(ValueError, match="penalty token -1, first seen by row"):
         history([[0, 1], [-1, 1]], [1, 1], [2, 2]).tokens().check(4, 4)
     with pytest.raises(ValueError, match="sequence 1 has a prompt of 3 and 2 tokens in 2 columns"):
         history([[0, 1], [0, 1]], [1, 3], [2, 2]).tokens()
@@ -281,3 +281,8 @@ def test_no_rows_and_neutral_penalties():
 
 def empty_tokens():
     return PenaltyTokens.of(torch.zeros(0, 3).long(), torch.zeros(0).long(), torch.zeros(0).long())
+
+
+def test_ids_that_are_no_integers_are_refused():
+    with pytest.raises(ValueError, match="float32"):
+        PenaltyTokens.of(torch.tensor([[1.5, 2.0]]), torch.tensor([1]), torch.tensor([2]))

@@ -78,7 +78,9 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("fwd_bwd_s", "fwd+bwd ms", "ms"),
         ("ours_quartiles_s", "quartiles ms", "ms"),
         ("ns_per_token", "ns/token", ".1f"),
+        ("floor_s", "floor ms", "ms"),
         ("vs_floor", "vs floor", ".2f"),
+        ("vs_autograd_floor", "vs floor in autograd", ".2f"),
     ),
     "transport": (
         ("name", "case", ""),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlcore.ops.pointwise import COMPILE_FROM_TOKENS
 from tools.bench.options import BenchOptions
 
 Row = dict[str, Any]
@@ -42,6 +43,8 @@ MEMORY_TARGET = Target("extra_memory_ratio", "<=", 0.10)
 FUSED_TIME_TARGET = Target("vs_matmul_op", "<=", 1.3)
 # Peak memory of twice the tokens over that of the tokens: the O(t) outputs may grow, logits may not.
 FUSED_MEMORY_TARGET = Target("peak_growth", "<=", 1.05)
+# Value and gradient of a loss over its floor, from the size on at which losses are compiled.
+LOSS_TARGET = Target("vs_floor", "<=", 2)
 
 
 def judge(row: Row, options: BenchOptions) -> list[dict[str, Any]]:
@@ -66,4 +69,6 @@ def _targets(row: Row, options: BenchOptions) -> list[Target]:
         targets.append(MEMORY_TARGET)
     if options.case == "fused" and row["name"] != "matmul_op":
         targets += [FUSED_TIME_TARGET, FUSED_MEMORY_TARGET]
+    if options.case == "loss" and options.tokens >= COMPILE_FROM_TOKENS:
+        targets.append(LOSS_TARGET)
     return targets
