@@ -359,12 +359,15 @@ def _mask_metrics(batch: TrainBatch, scores: Scores, masks: _Masks) -> dict[str,
 
 def _importance_metrics(masks: _Masks) -> dict[str, float]:
     weight_n = masks.weight[masks.retained]
-    raw_n = masks.log_weight[masks.retained].clamp(max=MAX_LOG).exp()
+    weight_n = weight_n[~torch.isnan(weight_n)]
+    log_n = masks.log_weight[masks.retained]
+    raw_n = log_n[~torch.isnan(log_n)].clamp(max=MAX_LOG).exp()
     square = float((weight_n**2).sum())
     return {
         "importance/weight": _mean(weight_n),
         "importance/effective_size": float(weight_n.sum()) ** 2 / square if square else 0.0,
         "importance/raw_mean": _mean(raw_n),
+        "importance/nan": float(torch.isnan(log_n).sum()),
         "importance/dropped": float((masks.retained & ~masks.filtered).sum()),
     }
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from rlcore.collectives import Group
-from rlcore.metrics import Mean, Metric, Sum, effective_size_over, mean_over
+from rlcore.metrics import Metric, Sum, effective_size_over, mean_over
 from rlcore.ops.passes import compute_dtype
 from rlcore.ops.segments import Segments, segment_sums
 
@@ -41,7 +41,9 @@ class ImportanceWeights:
     kept_t: torch.Tensor
     """bool: False where the correction dropped the token; True outside the mask."""
     log_weight_t: torch.Tensor
-    """float32: old logprob - sampler logprob, neither clipped nor averaged; 0 outside the mask. Finite."""
+    """float32: old logprob - sampler logprob, neither clipped nor averaged; 0 outside the mask. Finite, or
+    NaN where a counting logprob is.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +166,17 @@ def sequence(
 def importance_metrics(weights: ImportanceWeights, mask_t: torch.Tensor) -> dict[str, Metric]:
     """Sums that add up over microbatches and ranks, over the tokens of `mask_t`.
 
-    `effective_size`: how many equally weighted tokens the weights are worth. `raw_mean` is the mean of
-    exp(old
+    `effective_size`: how many equally weighted tokens the weights are worth. `raw_mean`: the mean of exp(old
     - sampler) before any cap or filter (log weights above 20 as 20), so that it shows what the correction
-    hides.
+    hides. NaN, whether a filter dropped it or the step is refused for it, is in no mean and counted as `nan`.
     """
-    raw_t = torch.where(mask_t, weights.log_weight_t.double().clamp(max=MAX_LOG_WEIGHT).exp(), 0.0)
+    raw_t = weights.log_weight_t.double().clamp(max=MAX_LOG_WEIGHT).exp()
+    weighed_t = mask_t & ~torch.isnan(weights.weight_t)
     return {
-        "importance/weight": mean_over(weights.weight_t, mask_t),
-        "importance/effective_size": effective_size_over(weights.weight_t, mask_t),
-        "importance/raw_mean": Mean(raw_t.sum(), mask_t.sum()),
+        "importance/weight": mean_over(weights.weight_t, weighed_t),
+        "importance/effective_size": effective_size_over(weights.weight_t, weighed_t),
+        "importance/raw_mean": mean_over(raw_t, mask_t & ~torch.isnan(raw_t)),
+        "importance/nan": Sum((mask_t & torch.isnan(weights.log_weight_t)).sum()),
         "importance/dropped": Sum((mask_t & ~weights.kept_t).sum()),
     }
 

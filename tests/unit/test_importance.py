@@ -214,3 +214,13 @@ def test_caps_that_mean_nothing_are_refused(cap):
 def test_bounds_that_mean_nothing_are_refused(low, high):
     with pytest.raises(ValueError, match="0 <= low <= high"):
         WeightBounds(low=low, high=high)
+
+
+def test_nan_is_in_no_mean_and_counted():
+    """icepop drops the NaN; the means are those of the other two, the dropped one weighing 0."""
+    bounds = WeightBounds(low=0.5, high=2.0)
+    weights = icepop(*given([0.0, math.nan, LN(1.5)], [1, 1, 1]), bounds=bounds)
+    metrics = reduce_metrics(importance_metrics(weights, torch.ones(3).bool()))
+    assert metrics["importance/raw_mean"] == pytest.approx(1.25)
+    assert metrics["importance/weight"] == pytest.approx(2.5 / 3)
+    assert metrics["importance/nan"] == metrics["importance/dropped"] == 1.0
