@@ -4,11 +4,13 @@ parallelism, grouped queries. Where Transformer Engine is installed its own atte
 How to run a `GPTModel` of `megatron_worker.model_setup.build_model` on a packed microbatch, with or without
 CP (checked against megatron-core 0.16.1, rotary embeddings unfused):
 
-    layout = PackedLayout.of_rows(length_s, rows, cp_size=groups.cp_size, tp_size=tp if sequence_parallel else 1)
+    tp_size = groups.tp_size if sequence_parallel else 1
+    layout = PackedLayout.of_rows(length_s, rows, cp_size=groups.cp_size, tp_size=tp_size)
     zigzag = ZigZag.of_lengths(layout.padded_lengths, groups.cp_size)
     ids_t = zigzag.split(layout.pack(ids_sl, 0), groups.cp)                 # [t], this CP rank's
     position_t = zigzag.split(layout.position_t, groups.cp)
-    logits = model(ids_t[None], position_t[None], None, packed_seq_params=packed_seq_params(layout))  # [1, t, v]
+    params = packed_seq_params(layout)
+    logits = model(ids_t[None], position_t[None], None, packed_seq_params=params)   # [1, t, v]
 
 - Every stage and TP rank gets the same `ids_t`; Megatron cuts `t` over TP itself under sequence parallelism.
 - Rotary embeddings read `packed_seq_params` only, never the position ids: they restart at each boundary of
@@ -39,6 +41,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
 from rlcore.collectives import Group, group_rank, group_size
 from rlcore.layout.context_parallel import ZigZag
@@ -138,8 +141,8 @@ def zigzag_attention(
 
     Maths: softmax(scale q k) v over the keys at or before the query in its own sequence.
     Shapes: query `[t, b, h, d]`, key and value `[t, b, g, d]`, h a multiple of g; result as query. t = T / CP.
-    Memory: keys and values of all T tokens on every rank, kept for backward; no mask of T x T, one of
-    QUERY_BLOCK x sequence at most.
+    Memory: keys and values of all T tokens on every rank, kept for backward; no mask of T x T. Under CP masks
+    of QUERY_BLOCK x sequence exist one at a time; backward computes each block again.
     Collectives: with CP one all-gather of this rank's keys and values; backward one reduce-scatter that sums
     their gradients over CP, in their dtype. Every rank runs both whatever its data.
     Errors: `ValueError` where lengths do not add up to the tokens or 2 x CP does not divide one.
@@ -147,9 +150,9 @@ def zigzag_attention(
     cp_size, cp_rank = group_size(cp_group), group_rank(cp_group)
     if sum(padded_lengths) != query.shape[0] * cp_size or key.shape[0] != query.shape[0]:
         raise ValueError(
-            f"{query.shape[0]} queries and {key.shape[0]} keys on each of {cp_size} context-parallel ranks: the "
-            f"sequences {list(padded_lengths)} hold {sum(padded_lengths)} tokens. Build packed_seq_params from "
-            "the layout that packed them."
+            f"{query.shape[0]} queries and {key.shape[0]} keys on each of {cp_size} "
+            f"context-parallel ranks: the sequences {list(padded_lengths)} hold {sum(padded_lengths)} tokens. Build packed_seq_params "
+            "from the layout that packed them."
         )
     if cp_size > 1:
         layout = _zigzag(padded_lengths, cp_size, query.device)
@@ -182,12 +185,27 @@ def last_queries_attention(
     contexts = []
     for first in range(0, num_queries, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, num_queries)
-        before = num_keys - num_queries + first
-        position_k = torch.arange(num_keys - num_queries + last, device=query.device)
-        sees_lk = position_k <= position_k[before:, None]
-        stop = position_k.shape[0]
-        contexts.append(_attend(query[first:last], key[:stop], value[:stop], sees_lk, scale))
+        stop = num_keys - num_queries + last
+        # Backward would keep every block's mask, T x T / (2 CP) in all: it computes the block again instead.
+        contexts.append(
+            checkpoint(
+                _attend_block,
+                query[first:last],
+                key[:stop],
+                value[:stop],
+                scale,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
     return torch.cat(contexts)
+
+
+def _attend_block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The last l queries of k keys, with their mask."""
+    position_k = torch.arange(key.shape[0], device=query.device)
+    sees_lk = position_k <= position_k[key.shape[0] - query.shape[0] :, None]
+    return _attend(query, key, value, sees_lk, scale)
 
 
 def _attend(
@@ -211,7 +229,9 @@ def _packed_lengths(params: PackedSeqParams) -> tuple[int, ...]:
     """Padded length of each sequence. On a GPU this waits for the boundaries, as Megatron's unfused rotary
     embedding does.
     """
-    boundaries: Any = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    boundaries: Any = (
+        params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    )
     return tuple((boundaries[1:] - boundaries[:-1]).tolist())
 
 

@@ -31,7 +31,7 @@ class ZigZag:
     def of_lengths(
         cls, padded_lengths: Sequence[int], cp_size: int, device: torch.device | str = "cpu"
     ) -> ZigZag:
-        """For sequences of these padded lengths, laid end to end. `ValueError` where 2 x CP does not divide."""
+        """For sequences of these padded lengths, end to end. `ValueError` where 2 x CP does not divide."""
         owned_rt = torch.stack([owned_positions(padded_lengths, cp_size, rank) for rank in range(cp_size)])
         return cls(
             cp_size=cp_size,

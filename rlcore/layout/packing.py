@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -171,8 +172,8 @@ class PackedLayout:
         self._check_holds(shape)
         if value_t.shape[0] != self.num_tokens:
             raise ValueError(
-                f"a packed value of shape {tuple(value_t.shape)}: this layout holds {self.num_tokens} tokens. "
-                "Gather it over CP ranks first."
+                f"a packed value of shape {tuple(value_t.shape)}: this layout holds {self.num_tokens} "
+                "tokens. Gather it over CP ranks first."
             )
         # One row more than the batch takes what padding holds, so that no position is counted on the host.
         row_t = torch.where(self.real_t, self.row_t, shape[0])
@@ -201,8 +202,8 @@ def unpack_all(
     rows = sorted(row for layout in layouts for row in layout.rows if row != FILLER_ROW)
     if rows != list(range(shape[0])) or len(layouts) != len(values_t):
         raise ValueError(
-            f"{len(layouts)} layouts with rows {rows} and {len(values_t)} values: expected one value a layout "
-            f"and every row from 0 to {shape[0] - 1} once."
+            f"{len(layouts)} layouts with rows {rows} and {len(values_t)} values: expected one value a "
+            f"layout and every row from 0 to {shape[0] - 1} once."
         )
     out_sl = None
     for layout, value_t in zip(layouts, values_t, strict=True):
@@ -259,7 +260,8 @@ def _check_padded(lengths: tuple[int, ...], padded: tuple[int, ...], sizes: tupl
     multiple, _ = length_multiples(cp_size, tp_size)
     if len(lengths) != len(padded):
         raise ValueError(
-            f"cu_seqlens has {len(lengths)} sequences, cu_seqlens_padded {len(padded)}: expected equally many."
+            f"cu_seqlens has {len(lengths)} sequences, cu_seqlens_padded {len(padded)}: expected equally "
+            "many."
         )
     for index, (length, room) in enumerate(zip(lengths, padded, strict=True)):
         if room < length or room % multiple:
@@ -269,8 +271,8 @@ def _check_padded(lengths: tuple[int, ...], padded: tuple[int, ...], sizes: tupl
             )
     if sum(padded) % (cp_size * tp_size):
         raise ValueError(
-            f"{sum(padded)} positions do not divide over cp_size={cp_size} x tp_size={tp_size} ranks. Pad the "
-            f"last sequence by {-sum(padded) % (cp_size * tp_size)}."
+            f"{sum(padded)} positions do not divide over cp_size={cp_size} x tp_size={tp_size} ranks. Pad "
+            f"the last sequence by {-sum(padded) % (cp_size * tp_size)}."
         )
 
 
@@ -287,12 +289,12 @@ def _boundaries_to_lengths(cu_seqlens: Sequence[int] | torch.Tensor, name: str) 
     boundaries = _host_lengths(cu_seqlens)
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise ValueError(f"{name}={boundaries}: expected 0, then the end of each sequence.")
-    lengths = tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+    lengths = tuple(stop - start for start, stop in pairwise(boundaries))
     for index, length in enumerate(lengths):
         if length < 1:
             raise ValueError(
-                f"{name} goes from {boundaries[index]} to {boundaries[index + 1]} at sequence {index}: expected "
-                "it to rise. Leave out empty sequences."
+                f"{name} goes from {boundaries[index]} to {boundaries[index + 1]} at sequence {index}: "
+                "expected it to rise. Leave out empty sequences."
             )
     return lengths
 

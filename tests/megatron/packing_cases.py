@@ -41,9 +41,7 @@ class _JoinVocabulary(torch.autograd.Function):
     def forward(ctx, logits_tv, groups):
         from rlcore.collectives import all_gather
 
-        ctx.columns = slice(
-            groups.tp_rank * logits_tv.shape[1], (groups.tp_rank + 1) * logits_tv.shape[1]
-        )
+        ctx.columns = slice(groups.tp_rank * logits_tv.shape[1], (groups.tp_rank + 1) * logits_tv.shape[1])
         return torch.cat(list(all_gather(logits_tv, groups.tp)), dim=1)
 
     @staticmethod

@@ -58,7 +58,7 @@ def test_padded_rows_under_our_attention_equal_megatron_s(cp_size, expected):
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_b45_a_sequence_does_not_see_its_neighbours(cp_size):
-    """B (row 2) alone, after A (row 0), and after A' (other ids): equal to 1e-5, while A's own logits move."""
+    """B (row 2) alone, after A (row 0), and after A' (other ids): equal to 1e-5, while A's logits move."""
     ids, other = make_ids(), make_ids()
     other[0] = (other[0] + 1) % 13
     runs = [

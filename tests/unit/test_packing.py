@@ -1,5 +1,6 @@
 """Packed rows: where every token lies, the round trip, the shift before packing, refusals."""
 
+import itertools
 import math
 
 import pytest
@@ -92,7 +93,7 @@ def test_unpack_undoes_pack(lengths, spare, cp_size, tp_size, num_bins, seed):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(lengths=PROBLEM["lengths"], cp_size=PROBLEM["cp_size"], seed=PROBLEM["seed"])
 def test_targets_never_cross_a_boundary(lengths, cp_size, seed):
-    """Shifted before packing: position j of a row predicts token j + 1 of the same row; the last one the fill.
+    """Shifted before packing: position j of a row predicts token j + 1 of its row, the last one the fill.
     A shift of the packed row would give it the next sequence's first token."""
     ids_sl = torch.randint(1, 99, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
     target_sl = shift_to_predictor(ids_sl, torch.tensor(lengths), -5)
@@ -122,7 +123,7 @@ def test_b45_a_state_that_is_a_running_sum_restarts_at_each_sequence():
     layout = PackedLayout.of_rows([2, 2])
     ids_t = layout.pack(torch.tensor([[1, 2], [3, 4]]), 0)
     starts = layout.cu_seqlens_padded.tolist()
-    state = [ids_t[a:b].cumsum(0) for a, b in zip(starts, starts[1:], strict=False)]
+    state = [ids_t[a:b].cumsum(0) for a, b in itertools.pairwise(starts)]
     assert torch.cat(state).tolist() == [1, 3, 3, 7]
     assert layout.position_t.tolist() == [0, 1, 0, 1]
 
