@@ -140,7 +140,7 @@ def zigzag_attention(
     """Causal attention within each sequence of a row whose tokens lie in zig-zag order over CP ranks.
 
     Maths: softmax(scale q k) v over the keys at or before the query in its own sequence.
-    Shapes: query `[t, b, h, d]`, key and value `[t, b, g, d]`, h a multiple of g; result as query. t = T / CP.
+    Shapes: query `[t, b, h, d]`, key and value `[t, b, g, d]`, h a multiple of g; result as query.
     Memory: keys and values of all T tokens on every rank, kept for backward; no mask of T x T. Under CP masks
     of QUERY_BLOCK x sequence exist one at a time; backward computes each block again.
     Collectives: with CP one all-gather of this rank's keys and values; backward one reduce-scatter that sums
@@ -150,9 +150,9 @@ def zigzag_attention(
     cp_size, cp_rank = group_size(cp_group), group_rank(cp_group)
     if sum(padded_lengths) != query.shape[0] * cp_size or key.shape[0] != query.shape[0]:
         raise ValueError(
-            f"{query.shape[0]} queries and {key.shape[0]} keys on each of {cp_size} "
-            f"context-parallel ranks: the sequences {list(padded_lengths)} hold {sum(padded_lengths)} tokens. Build packed_seq_params "
-            "from the layout that packed them."
+            f"{query.shape[0]} queries and {key.shape[0]} keys on each of {cp_size} context-parallel "
+            f"ranks: the sequences {list(padded_lengths)} hold {sum(padded_lengths)} tokens. Build "
+            "packed_seq_params from the layout that packed them."
         )
     if cp_size > 1:
         layout = _zigzag(padded_lengths, cp_size, query.device)
