@@ -1,5 +1,6 @@
 """Core attention of Megatron's local layers on any device: packed rows (thd), padded rows (sbhd), context
-parallelism, grouped queries. Where Transformer Engine is installed its own attention is used instead.
+parallelism, grouped queries. On a GPU with Transformer Engine its own attention is used instead; that path
+has not run with packed rows or CP.
 
 How to run a `GPTModel` of `megatron_worker.model_setup.build_model` on a packed microbatch, with or without
 CP (checked against megatron-core 0.16.1, rotary embeddings unfused):
