@@ -11,16 +11,19 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_worker.cpu_backend import DeviceType, cpu_backend_is_active
-from rlcore.collectives import Group
+from rlcore.collectives import Group, all_gather
 from rlcore.config import ParallelConfig
 from rlcore.groups import ParallelGroups
 
 
-def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed: int = 0) -> ParallelGroups:
+def initialize_parallel(
+    parallel: ParallelConfig, device_type: DeviceType, seed: int = 0, cp_size: int = 1
+) -> ParallelGroups:
     """Starts torch.distributed, unless it runs, and Megatron's parallel state; returns this rank's groups.
 
     Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a
-    `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. Collective over all ranks.
+    `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. `cp_size` ranks share
+    each sequence. Collective over all ranks.
 
     Raises `ValueError`, on every rank, when the world size does not factor or a Megatron job exists already.
     """
@@ -34,39 +37,41 @@ def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed:
             "job, or destroy_parallel() first."
         )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    _check_factors(parallel, world_size)
+    _check_factors(parallel, cp_size, world_size)
     if not dist.is_initialized():
         _start_torch_distributed(parallel, device_type, world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=cp_size,
         # Megatron declares whole minutes and hands the number to timedelta, which takes fractions.
         distributed_timeout_minutes=parallel.timeout_s / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)
-    return parallel_groups()
+    return parallel_groups(timedelta(seconds=parallel.timeout_s))
 
 
-def parallel_groups() -> ParallelGroups:
-    """This rank's groups of an existing Megatron job. `ValueError` when there is none, or it uses CP."""
+def parallel_groups(timeout: timedelta | None = None) -> ParallelGroups:
+    """This rank's groups of an existing Megatron job. `ValueError` when there is none.
+
+    With CP every rank of the job must call it, because it makes the groups of whole model replicas, whose
+    collectives wait for `timeout` (None: torch's default).
+    """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             "Megatron's parallel state is not set up. Call initialize_parallel(), or "
             "megatron.core.parallel_state.initialize_model_parallel() in your own job."
         )
     cp = _none_if_alone(parallel_state.get_context_parallel_group())
-    if cp is not None:
-        raise ValueError(
-            f"The job has context_parallel_size={dist.get_world_size(cp)}: expected 1. Megatron keeps no "
-            "group that spans tensor, pipeline and context parallelism."
-        )
+    model = parallel_state.get_model_parallel_group() if cp is None else _replica_group(timeout)
     return ParallelGroups(
         tp=_none_if_alone(parallel_state.get_tensor_model_parallel_group()),
         pp=_none_if_alone(parallel_state.get_pipeline_model_parallel_group()),
+        cp=cp,
         dp=_none_if_alone(parallel_state.get_data_parallel_group()),
         dp_cp=_none_if_alone(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        model=_none_if_alone(parallel_state.get_model_parallel_group()),
+        model=_none_if_alone(model),
         world=_none_if_alone(dist.group.WORLD),
     )
 
@@ -88,12 +93,29 @@ def destroy_parallel(*, torch_distributed: bool = False) -> None:
         dist.destroy_process_group(group)
 
 
-def _check_factors(parallel: ParallelConfig, world_size: int) -> None:
-    replica = parallel.tp * parallel.pp
+def _replica_group(timeout: timedelta | None) -> Group:
+    """TP x PP x CP: the ranks with this one's data-parallel index. Megatron keeps no such group.
+
+    One all-gather of a number over all ranks, then one new group a replica, which every rank makes.
+    """
+    index = torch.tensor(parallel_state.get_data_parallel_rank(), device=torch.cuda.current_device())
+    index_of_rank = all_gather(index, dist.group.WORLD).tolist()
+    own = None
+    for replica in range(max(index_of_rank) + 1):
+        ranks = [rank for rank, other in enumerate(index_of_rank) if other == replica]
+        # Through Megatron, so that `destroy_parallel` finds it.
+        group = parallel_state.create_group(ranks, timeout=timeout, group_desc="MODEL_REPLICA_GROUP")
+        own = group if dist.get_rank() in ranks else own
+    return own
+
+
+def _check_factors(parallel: ParallelConfig, cp_size: int, world_size: int) -> None:
+    replica = parallel.tp * parallel.pp * cp_size
     if world_size % replica:
         raise ValueError(
             f"{world_size} processes do not factor into model replicas of parallel.tp={parallel.tp} x "
-            f"parallel.pp={parallel.pp} = {replica}. Start a multiple of {replica}, or change tp/pp."
+            f"parallel.pp={parallel.pp} x cp_size={cp_size} = {replica}. Start a multiple of {replica}, or "
+            "change one of them."
         )
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_worker.architecture import Architecture
+from megatron_worker.attention import CausalAttention
 from megatron_worker.cpu_backend import cpu_backend_is_active
 from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
 from rlcore.config import ParallelConfig
@@ -55,7 +56,11 @@ def uses_transformer_engine() -> bool:
 
 
 def transformer_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: DtypeName, per_token_loss: bool = False
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: DtypeName,
+    per_token_loss: bool = False,
+    cp_size: int = 1,
 ) -> TransformerConfig:
     """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the
     model.
@@ -79,6 +84,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=cp_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=torch_dtype(dtype),
         pipeline_dtype=torch_dtype(dtype),
@@ -127,7 +133,7 @@ def build_model(
     The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the
     replica. `per_token_loss`: Megatron divides gradients by the token counts that the loss returns.
     """
-    config = transformer_config(arch, parallel, dtype, per_token_loss)
+    config = transformer_config(arch, parallel, dtype, per_token_loss, groups.cp_size)
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_specs(arch, parallel),
@@ -158,12 +164,16 @@ def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelG
 
 
 def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> Any:
-    """Transformer Engine's layers on a GPU that has it; Megatron's local ones otherwise, with our norm."""
+    """Transformer Engine's layers on a GPU that has it; Megatron's local ones otherwise, with our norm and
+    attention.
+    """
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec()
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    # Megatron's own core attention refuses packed rows and context parallelism.
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
     norm: Any = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=norm)
 

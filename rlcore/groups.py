@@ -54,6 +54,11 @@ class ParallelGroups:
         return group_size(self.cp)
 
     @property
+    def cp_rank(self) -> int:
+        """Index of this rank's chunks of each sequence."""
+        return group_rank(self.cp)
+
+    @property
     def dp_size(self) -> int:
         """Number of ranks that hold different samples."""
         return group_size(self.dp)

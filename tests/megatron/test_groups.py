@@ -1,0 +1,63 @@
+"""Process groups of a job with context parallelism, and of whole model replicas, which Megatron lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rank_pool import run_ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+
+def _groups(rank, world_size, tp, pp, cp_size):
+    """Members of each of this rank's groups, before and after Megatron's state was set up a second time."""
+    import torch.distributed as dist
+
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.groups import destroy_parallel, initialize_parallel
+    from rlcore.config import ParallelConfig
+
+    seen = []
+    with cpu_backend("cpu"):
+        for _ in range(2):
+            groups = initialize_parallel(ParallelConfig(tp=tp, pp=pp, backend="cpu"), "cpu", cp_size=cp_size)
+            handles = {name: getattr(groups, name) for name in ("tp", "pp", "cp", "dp", "dp_cp", "model")}
+            ranks = {
+                name: [rank] if group is None else dist.get_process_group_ranks(group)
+                for name, group in handles.items()
+            }
+            seen.append((ranks, groups.cp_rank, groups.cp_size, groups.is_model_leader))
+            destroy_parallel()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "expected_of_last"),
+    [
+        (1, 1, {"cp": [2, 3], "dp": [1, 3], "dp_cp": [0, 1, 2, 3], "model": [2, 3], "tp": [3], "pp": [3]}),
+        (2, 1, {"cp": [1, 3], "dp": [3], "dp_cp": [1, 3], "model": [0, 1, 2, 3], "tp": [2, 3], "pp": [3]}),
+        (1, 2, {"cp": [2, 3], "dp": [3], "dp_cp": [2, 3], "model": [0, 1, 2, 3], "tp": [3], "pp": [1, 3]}),
+    ],
+)
+def test_groups_with_context_parallelism(tp, pp, expected_of_last):
+    """Four ranks, CP 2: a model replica spans TP x PP x CP and has one leader."""
+    results = run_ranks(_groups, 4, tp, pp, 2)
+    for first, second in results:
+        assert first == second and first[2] == 2
+    assert results[3][0][0] == expected_of_last and results[3][0][1] == 1
+    assert sum(result[0][3] for result in results) == 4 // (tp * pp * 2)
+
+
+def _refused(rank, world_size):
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.groups import initialize_parallel
+    from rlcore.config import ParallelConfig
+
+    with cpu_backend("cpu"), pytest.raises(ValueError) as caught:
+        initialize_parallel(ParallelConfig(backend="cpu"), "cpu", cp_size=3)
+    return str(caught.value)
+
+
+def test_a_world_that_context_parallelism_does_not_divide_is_refused():
+    for message in run_ranks(_refused, 2):
+        assert "2 processes do not factor" in message and "cp_size=3 = 3" in message
