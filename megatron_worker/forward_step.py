@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_worker.attention import packed_seq_params
 from megatron_worker.fused_head import Scoring, loss_of_hidden, score_hidden, without_head
 from megatron_worker.hf_bridge import unwrap
 from megatron_worker.microbatch_loss import (
@@ -65,10 +66,13 @@ class OutputHead:
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
         """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
 
-        Causal attention; right padding needs no mask.
+        Causal attention; right padding needs no mask, packed rows say where sequences end.
         """
+        packed = {}
+        if microbatch.packed is not None:
+            packed["packed_seq_params"] = packed_seq_params(microbatch.packed.layout)
         with without_head(unwrap(model)) if self.fused else nullcontext():
-            return model(microbatch.input_ids_bl, microbatch.position_ids_bl, None)
+            return model(microbatch.input_ids_bl, microbatch.position_ids_bl, None, **packed)
 
     def score(
         self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec, entropy: bool
@@ -89,7 +93,7 @@ class OutputHead:
         """The loss of what `run` returned on the last stage, and its report."""
 
         def loss_of(part: Microbatch, scores: TokenLogprobs) -> tuple[torch.Tensor, LossReport]:
-            return microbatch_loss(part, scores, loss)
+            return microbatch_loss(part, scores, loss, self.groups.cp)
 
         entropy = wants_entropy(loss)
         if not (self.fused and is_sum_over_tokens(loss)):

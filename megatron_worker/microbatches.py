@@ -74,21 +74,16 @@ def split_batch(
     ids_sl = _pad(batch.ids_sl, rows, length, 0)
     sample_mask_s = _pad(batch.sample_mask_s[:, None], rows, 1, False)
     index_s = _pad(torch.arange(batch.num_sequences, device=ids_sl.device)[:, None], rows, 1, -1)
-    real_sl = torch.arange(batch.ids_sl.shape[1], device=ids_sl.device) < batch.length_s[:, None]
     columns = {
-        "target": _shift(ids_sl, 0),
-        "real": _shift(_pad(real_sl, rows, length, False), False),
-        "token_mask": _shift(_pad(batch.token_mask_sl, rows, length, False), False),
         "sample_mask": sample_mask_s.expand(rows, length),
         "sample_index": index_s.expand(rows, length),
+        **{
+            name: _shift(_pad(value_sl, rows, length, fill), fill)
+            for name, (value_sl, fill) in described_columns(batch, weights).items()
+        },
     }
-    sources = [(batch, _FILLS)] if weights is None else [(batch, _FILLS), (weights, _WEIGHT_FILLS)]
-    for source, fills in sources:
-        for name, fill in fills.items():
-            value_sl = getattr(source, f"{name}_sl")
-            if value_sl is not None:
-                columns[name] = _shift(_pad(value_sl, rows, length, fill), fill)
-    prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in _lengths(batch))
+    of_rows = (prompt_lengths(batch), batch.length_s)
+    prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in of_rows)
     position_l = torch.arange(length, device=ids_sl.device)
     row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
     return [
@@ -116,10 +111,31 @@ def split_batch(
     ]
 
 
-def _lengths(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[S]` each: tokens before the first response token (all, where there is none), and all tokens."""
+def described_columns(
+    batch: TrainBatch, weights: StepWeights | None
+) -> dict[str, tuple[torch.Tensor, float | bool]]:
+    """What describes the token a position predicts, by `Microbatch` field: token-aligned `[S, L]`, not shifted
+    yet, with the value of positions that predict nothing.
+    """
+    real_sl = torch.arange(batch.ids_sl.shape[1], device=batch.ids_sl.device) < batch.length_s[:, None]
+    columns: dict[str, tuple[torch.Tensor, float | bool]] = {
+        "target": (batch.ids_sl, 0),
+        "real": (real_sl, False),
+        "token_mask": (batch.token_mask_sl, False),
+    }
+    sources = [(batch, _FILLS)] if weights is None else [(batch, _FILLS), (weights, _WEIGHT_FILLS)]
+    for source, fills in sources:
+        for name, fill in fills.items():
+            value_sl = getattr(source, f"{name}_sl")
+            if value_sl is not None:
+                columns[name] = (value_sl, fill)
+    return columns
+
+
+def prompt_lengths(batch: TrainBatch) -> torch.Tensor:
+    """`[S]`: tokens before the first response token; all, where there is none."""
     first_s = batch.token_mask_sl.to(torch.int8).argmax(dim=1)
-    return torch.where(batch.token_mask_sl.any(dim=1), first_s, batch.length_s), batch.length_s
+    return torch.where(batch.token_mask_sl.any(dim=1), first_s, batch.length_s)
 
 
 def join_scores(

@@ -61,6 +61,7 @@ def transformer_config(
     dtype: DtypeName,
     per_token_loss: bool = False,
     cp_size: int = 1,
+    variable_lengths: bool = False,
 ) -> TransformerConfig:
     """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the
     model.
@@ -88,6 +89,7 @@ def transformer_config(
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=torch_dtype(dtype),
         pipeline_dtype=torch_dtype(dtype),
+        variable_seq_lengths=variable_lengths,
         bf16=dtype == "bfloat16",
         use_cpu_initialization=on_cpu,
         # Weights are always loaded or drawn by name afterwards, so that they do not depend on the layout.
@@ -127,13 +129,15 @@ def build_model(
     dtype: DtypeName,
     groups: ParallelGroups,
     per_token_loss: bool = False,
+    variable_lengths: bool = False,
 ) -> GPTModel:
     """This rank's stage as a bare module with undefined weights: load or draw them next.
 
     The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the
     replica. `per_token_loss`: Megatron divides gradients by the token counts that the loss returns.
+    `variable_lengths`: microbatches differ in T, so pipeline stages tell each other the shape first.
     """
-    config = transformer_config(arch, parallel, dtype, per_token_loss, groups.cp_size)
+    config = transformer_config(arch, parallel, dtype, per_token_loss, groups.cp_size, variable_lengths)
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_specs(arch, parallel),

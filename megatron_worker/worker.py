@@ -27,6 +27,7 @@ from megatron_worker.microbatch_loss import LossReport, neutral_metrics
 from megatron_worker.microbatches import check_splits, join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
+from megatron_worker.packed_microbatches import pack_batch, unpack_scores
 from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import raise_together
@@ -64,7 +65,7 @@ class MegatronWorker:
         self.device = torch.device(device_type)
         # A job that had torch.distributed before keeps it when this worker closes.
         starts_distributed = not torch.distributed.is_initialized()
-        self.groups = initialize_parallel(config.parallel, device_type, config.seed)
+        self.groups = initialize_parallel(config.parallel, device_type, config.seed, config.parallel.cp)
         self._open.callback(destroy_parallel, torch_distributed=starts_distributed)
         hf_path = config.model.hf_path
         self.arch = (
@@ -93,8 +94,8 @@ class MegatronWorker:
     def _new_stage(self) -> GPTModel:
         """This rank's stage with the run's initial weights."""
         config = self.config
-        per_token = divides_by_exact_count(config.loss)
-        model = build_model(self.arch, config.parallel, config.model.dtype, self.groups, per_token)
+        per_token, packs = divides_by_exact_count(config.loss), config.train.token_budget is not None
+        model = build_model(self.arch, config.parallel, config.model.dtype, self.groups, per_token, packs)
         if config.model.hf_path:
             load_hf_weights(model, self.arch, config.model.hf_path, self.groups)
         else:
@@ -136,14 +137,8 @@ class MegatronWorker:
         )
         values, error = None, None
         if self.groups.is_last_stage:
-            length = microbatches[0].input_ids_bl.shape[1]
             error = self._broken_scores(microbatches, parts)
-            values = {
-                field.name: join_scores(
-                    [getattr(part, f"{field.name}_t") for part in parts], batch, length, field.name == "keep"
-                )
-                for field in fields
-            }
+            values = {field.name: self._join(microbatches, parts, batch, field.name) for field in fields}
         # Every rank waits here for every last stage, before anybody acts on the scores.
         raise_together(error, self.groups.world, self.device)
         return broadcast_from_last_stage(fields, values, tuple(batch.ids_sl.shape), self.groups, self.device)
@@ -225,8 +220,24 @@ class MegatronWorker:
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a batch that was checked."""
         multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-        size, penalises = self.config.train.microbatch_size, self.spec.penalises
-        return split_batch(batch, size, multiple, weights, penalises)
+        train, penalises = self.config.train, self.spec.penalises
+        if train.token_budget is None:
+            return split_batch(batch, train.microbatch_size, multiple, weights, penalises)
+        return pack_batch(batch, train.token_budget, self.groups, multiple, weights, penalises)
+
+    def _join(
+        self,
+        microbatches: Sequence[Microbatch],
+        parts: Sequence[TokenLogprobs],
+        batch: TrainBatch,
+        name: str,
+    ) -> torch.Tensor:
+        """One field of the scores, token-aligned `[S, L]`. Collective over CP."""
+        parts_t = [getattr(part, f"{name}_t") for part in parts]
+        fill = name == "keep"
+        if microbatches[0].packed is not None:
+            return unpack_scores(microbatches, parts_t, batch, fill, self.groups.cp)
+        return join_scores(parts_t, batch, microbatches[0].input_ids_bl.shape[1], fill)
 
     def _check_batch(self, batch: TrainBatch) -> None:
         """What the model cannot take, by name."""
@@ -275,7 +286,9 @@ class MegatronWorker:
         neutral |= {name: neutral_like(metric) for name, metric in weights.metrics.items()}
         if not self.groups.is_last_stage or self.groups.tp_rank != 0:
             return neutral
-        return add_metrics([neutral, weights.metrics, *(report.metrics for report in reports)])
+        # Every context-parallel rank has tokens of its own; what is known of whole sequences is said once.
+        own = weights.metrics if self.groups.cp_rank == 0 else {}
+        return add_metrics([neutral, own, *(report.metrics for report in reports)])
 
     def _broken_scores(
         self, microbatches: Sequence[Microbatch], parts: Sequence[TokenLogprobs]

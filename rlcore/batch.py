@@ -174,6 +174,10 @@ class Microbatch:
     penalty_tokens: Any = None
     """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
     """
+    packed: Any = None
+    """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's of one
+    row of sequences end to end. None: b rows of L positions.
+    """
     num_segments: int = 0
     """Sequences of this microbatch, filler included."""
     num_samples: int = 0

@@ -63,6 +63,8 @@ class ParallelConfig:
     """Tensor parallel size."""
     pp: int = 1
     """Pipeline parallel size."""
+    cp: int = 1
+    """Context parallel size: ranks that share each sequence (needs train.token_budget)."""
     sequence_parallel: bool = False
     """Shard activations outside attention and MLP over TP ranks (needs tp > 1)."""
     distributed_optimizer: bool = False
@@ -251,6 +253,10 @@ class TrainConfig:
     """Rollout + update steps."""
     microbatch_size: int = 8
     """Sequences per forward on one rank."""
+    token_budget: int | None = None
+    """Pack sequences into rows of at most this many tokens a microbatch, over all context-parallel ranks;
+    `microbatch_size` then plays no part. None: padded rows of `microbatch_size` sequences.
+    """
     minibatch_size: int | None = None
     """Sequences per optimizer step over the whole run; None: all of a step's."""
     epochs: int = 1

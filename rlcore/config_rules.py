@@ -36,6 +36,7 @@ def check_run_config(config: RunConfig) -> None:
     check_heads_divide(config)
     check_sequence_parallel(config)
     check_layers_divide(config)
+    check_context_parallel(config)
     check_advantage(config)
     check_loss(config)
     check_minibatch(config)
@@ -43,12 +44,13 @@ def check_run_config(config: RunConfig) -> None:
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
     """Data-parallel size of this many processes. Raises `ConfigError` when they do not factor."""
-    replica = config.parallel.tp * config.parallel.pp
+    parallel = config.parallel
+    replica = parallel.tp * parallel.pp * parallel.cp
     if world_size % replica:
         raise ConfigError(
             f"nproc={world_size} processes do not factor into model replicas of "
-            f"parallel.tp={config.parallel.tp} x parallel.pp={config.parallel.pp} = {replica}. Set nproc to "
-            f"a multiple of {replica}, or change tp/pp."
+            f"parallel.tp={parallel.tp} x parallel.pp={parallel.pp} x parallel.cp={parallel.cp} = {replica}. "
+            f"Set nproc to a multiple of {replica}, or change tp/pp/cp."
         )
     return world_size // replica
 
@@ -85,6 +87,8 @@ def check_ranges(config: RunConfig) -> None:
         "nproc": config.nproc,
         "parallel.tp": config.parallel.tp,
         "parallel.pp": config.parallel.pp,
+        "parallel.cp": config.parallel.cp,
+        "train.token_budget": config.train.token_budget,
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
@@ -260,6 +264,15 @@ def check_layers_divide(config: RunConfig) -> None:
         raise ConfigError(
             f"model.num_layers={layers} is not a multiple of parallel.pp={config.parallel.pp}. Change one "
             "of them."
+        )
+
+
+def check_context_parallel(config: RunConfig) -> None:
+    """Sequences are cut over CP ranks in packed rows only."""
+    if config.parallel.cp > 1 and config.train.token_budget is None:
+        raise ConfigError(
+            f"parallel.cp={config.parallel.cp} cuts packed rows: set train.token_budget, the tokens of a "
+            "microbatch over all context-parallel ranks, at least the longest sequence."
         )
 
 
