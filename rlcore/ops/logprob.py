@@ -101,7 +101,7 @@ def vocab_parallel_logprob(
     Dtypes: logits of any float dtype; maths and results in float32 (float64 for float64 logits).
     Layout: `vocab` says which ids the columns are; None takes shards of one width in rank order, without
         padding. `t`, targets, replay and penalties are the same on all ranks; `t` and V need not divide.
-    Collectives: over `tp_group`, those of `find_support`; with replay one all-gather of 6 numbers and one of
+    Collectives: over `tp_group`, those of `find_support`; with replay one all-gather of 7 numbers and one of
         4 float64 a token. Backward: none.
     Backward: writes `[t, v]` from the logits, O(t) saved numbers and the replayed ids; differentiable in
         `logits_tv` through all but keep and count (the support is held constant). Once.

@@ -158,9 +158,9 @@ def _count(rank, world_size, entropy):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_collectives_are_counted(entropy):
-    """Six float32 and four float64 a token, whatever is listed; nothing backward, nothing for penalties."""
+    """Seven float32 and four float64 a token, whatever is listed; nothing backward, nothing for penalties."""
     for forward, silent in run_ranks(_count, 2, entropy):
-        assert forward == [("all_gather", 2, 6 * 4), ("all_gather", 2, 4 * 8)]
+        assert forward == [("all_gather", 2, 7 * 4), ("all_gather", 2, 4 * 8)]
         assert silent == []
 
 
