@@ -114,8 +114,8 @@ def split_batch(
 def described_columns(
     batch: TrainBatch, weights: StepWeights | None
 ) -> dict[str, tuple[torch.Tensor, float | bool]]:
-    """What describes the token a position predicts, by `Microbatch` field: token-aligned `[S, L]`, not shifted
-    yet, with the value of positions that predict nothing.
+    """What describes the token a position predicts, by `Microbatch` field: token-aligned `[S, L]`, not yet
+    shifted, with the value of positions that predict nothing.
     """
     real_sl = torch.arange(batch.ids_sl.shape[1], device=batch.ids_sl.device) < batch.length_s[:, None]
     columns: dict[str, tuple[torch.Tensor, float | bool]] = {

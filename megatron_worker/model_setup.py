@@ -90,6 +90,8 @@ def transformer_config(
         params_dtype=torch_dtype(dtype),
         pipeline_dtype=torch_dtype(dtype),
         variable_seq_lengths=variable_lengths,
+        # Read for experts alone, but variable lengths are refused with the default one.
+        moe_token_dispatcher_type="alltoall",
         bf16=dtype == "bfloat16",
         use_cpu_initialization=on_cpu,
         # Weights are always loaded or drawn by name afterwards, so that they do not depend on the layout.

@@ -175,8 +175,8 @@ class Microbatch:
     """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
     """
     packed: Any = None
-    """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's of one
-    row of sequences end to end. None: b rows of L positions.
+    """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's part
+    of one row of sequences end to end. None: b rows of L positions.
     """
     num_segments: int = 0
     """Sequences of this microbatch, filler included."""

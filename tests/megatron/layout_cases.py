@@ -45,18 +45,37 @@ LAYOUTS = {
     "tp1+fused": (1, 1, 1, False, False),
     "tp2pp2+fused": (4, 2, 2, False, False),
     "tp2pp2+sp+fused": (4, 2, 2, True, False),
+    "tp1+packed": (1, 1, 1, False, False),
+    "tp2pp2+sp+packed": (4, 2, 2, True, False),
+    "pp2dp2+packed": (4, 1, 2, False, False),
+    "cp2": (2, 1, 1, False, False),
+    "tp2cp2+sp": (4, 2, 1, True, False),
+    "pp2cp2": (4, 1, 2, False, False),
+    "dp2cp2": (4, 1, 1, False, False),
+    "tp2cp2+sp+fused": (4, 2, 1, True, False),
 }
+
+# Tokens of a packed microbatch where the batch is cut into so many: it has 68, 76 with padding for CP 2.
+BUDGETS = {1: 96, 2: 44, 4: 24}
+
+
+def cp_of(layout: str) -> int:
+    """Context-parallel ranks of a layout, by its name."""
+    return 2 if "cp2" in layout else 1
 
 
 def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig:
     world_size, tp, pp, sp, distopt = LAYOUTS[layout]
-    dp = world_size // (tp * pp)
+    cp = cp_of(layout)
+    dp = world_size // (tp * pp * cp)
+    packs = cp > 1 or layout.endswith("+packed")
     return load_run_config(
         {
             "model": {**MODEL, "fused_head": layout.endswith("+fused")},
             "parallel": {
                 "tp": tp,
                 "pp": pp,
+                "cp": cp,
                 "sequence_parallel": sp,
                 "distributed_optimizer": distopt,
                 "backend": "cpu",
@@ -70,7 +89,11 @@ def make_config(layout: str, num_microbatches: int, **loss: object) -> RunConfig
             },
             # No clipping: gradients are read back from Megatron's buffers after the step.
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
-            "train": {"microbatch_size": NUM_SEQUENCES // dp // num_microbatches, "steps": 3},
+            "train": {
+                "microbatch_size": NUM_SEQUENCES // dp // num_microbatches,
+                "token_budget": BUDGETS[num_microbatches] if packs else None,
+                "steps": 3,
+            },
         }
     )
 

@@ -25,6 +25,9 @@ LAYOUTS = {
     "tp2pp2": (4, 2, 2, False),
     "tp2+sp": (2, 2, 1, True),
     "dp2": (2, 1, 1, False),
+    "tp2cp2+sp": (4, 2, 1, True),
+    "pp2cp2": (4, 1, 2, False),
+    "pp2+packed": (2, 1, 2, False),
 }
 
 
@@ -41,10 +44,19 @@ def make_config(layout, **sampling):
                 "ffn_hidden_size": 48,
                 "max_position_embeddings": 24,
             },
-            "parallel": {"tp": tp, "pp": pp, "sequence_parallel": sp, "backend": "cpu"},
+            "parallel": {
+                "tp": tp,
+                "pp": pp,
+                "cp": 2 if "cp2" in layout else 1,
+                "sequence_parallel": sp,
+                "backend": "cpu",
+            },
             "sampling": {"temperature": 0.9, "top_k": 12, "top_p": 0.9, **sampling},
             "rollout": {"max_new_tokens": 16},
-            "train": {"microbatch_size": 4},
+            "train": {
+                "microbatch_size": 4,
+                "token_budget": 64 if "cp2" in layout or "packed" in layout else None,
+            },
         }
     )
 
