@@ -11,6 +11,7 @@ import torch
 from rlcore.batch import TrainBatch
 from rlcore.config import ImportanceConfig
 from rlcore.config_rules import check_run_config
+from rlcore.masks import WHY_LEFT
 from tests.megatron.layout_cases import (
     LAYOUTS,
     MODEL,
@@ -151,7 +152,14 @@ def test_a_broken_gradient_under_a_finite_loss_is_refused_on_all_ranks(layout, b
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
 def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
-    """An id outside the vocabulary (which a sharded embedding would read as zeros), and too long a batch."""
+    """An id outside the vocabulary (which a sharded embedding would read as zeros), too long a batch, and
+    tokens that nothing predicts: a denominator would count them and no term.
+    """
+    first_sl = batch.token_mask_sl.clone()
+    row = int(batch.sample_mask_s.nonzero()[0, 0])
+    first_sl[row, 0] = True
+    short_s = batch.length_s.clone()
+    short_s[row] = int(batch.token_mask_sl[row].nonzero()[-1, 0])
     ids_sl = batch.ids_sl.clone()
     ids_sl[1, 2] = MODEL["vocab_size"]
     wide_sl = torch.zeros(NUM_SEQUENCES, 40).long()
@@ -166,6 +174,14 @@ def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
     for broken, message in (
         (dataclasses.replace(batch, ids_sl=ids_sl), "id 21 of sample 1"),
         (too_long, "40 tokens"),
+        (
+            dataclasses.replace(batch, token_mask_sl=first_sl),
+            f"token_mask_sl of sample {row} counts position 0",
+        ),
+        (
+            dataclasses.replace(batch, length_s=short_s),
+            f"token_mask_sl of sample {row} counts position {int(short_s[row])} of",
+        ),
     ):
         with pytest.raises(RankError, match=message) as caught:
             run_ranks(score_on_rank, LAYOUTS[layout][0], make_config(layout, 2), broken, timeout_s=60)
@@ -185,6 +201,11 @@ def test_b35_a_step_without_tokens_moves_nothing(layout, batch):
     expected = run_ranks(_initial_weights, 1, make_config("tp1", 1))[0]
     for result, _, weights in run_ranks(train_on_rank, LAYOUTS[layout][0], config, empty):
         assert not result.stepped and "no token" in result.reason
+        counted = {name: value for name, value in result.metrics.items() if name in WHY_LEFT and value}
+        assert counted == {
+            "tokens/sample_masked": int(batch.token_mask_sl.sum()),
+            "tokens/prompt": int((batch.length_s - 1).sum() - batch.token_mask_sl.sum()),
+        }
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
