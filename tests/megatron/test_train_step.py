@@ -320,3 +320,69 @@ def test_a_nan_sampler_logprob_that_a_filter_or_a_mask_takes_out_is_counted(impo
         assert result.stepped and not result.refused and not same
         assert result.metrics[reason] > 0 and math.isfinite(result.metrics["loss/total"])
         assert math.isfinite(result.metrics["optimizer/grad_norm"])
+
+
+def _after_a_step_not_taken(rank, world_size, config, batch, not_taken):
+    """Learning rate and weights after one real step, and the same after another that was not taken first."""
+    from megatron_worker.worker import MegatronWorker
+
+    outcomes = []
+    for first in ([], [not_taken]):
+        worker = MegatronWorker(config)
+        try:
+            for one in first:
+                assert not worker.train_step(one).stepped
+            rates = [worker.train_step(batch).metrics["optimizer/lr"] for _ in range(2)]
+            outcomes.append((rates, weights_by_name(worker)))
+        finally:
+            worker.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["empty", "refused"])
+def test_b35_a_step_not_taken_leaves_no_trace_in_optimizer_and_schedule(kind, batch):
+    """The next two steps are those of a run without it: momentum, step count and learning rate."""
+    config = make_config("tp1", 1, kl_coef=0.1)
+    optimizer = dataclasses.replace(config.optimizer, lr=1e-3, warmup_steps=2, weight_decay=0.1)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    if kind == "empty":
+        not_taken = dataclasses.replace(batch, sample_mask_s=torch.zeros(NUM_SEQUENCES).bool())
+    else:
+        not_taken = dataclasses.replace(batch, advantage_sl=batch.advantage_sl * math.nan)
+    ((without, after),) = run_ranks(_after_a_step_not_taken, 1, config, batch, not_taken)
+    assert after[0] == without[0] and after[0][1] > after[0][0]
+    assert all(torch.equal(after[1][name], without[1][name]) for name in without[1])
+
+
+def test_the_kl_in_the_reward_reads_unfiltered_logprobs(batch):
+    """A truncated policy's own logprob would be a divergence from the reference before the first update."""
+    config = make_config("tp2pp2", 2, kl_coef=0.1, kl_in="reward")
+    counts_sl = batch.token_mask_sl
+    reference_sl = run_ranks(_several_steps, 4, config, batch, 0)[0][2]
+    for scored in run_ranks(score_on_rank, 4, config, batch):
+        assert torch.allclose(scored.unfiltered_logprob_sl[counts_sl], reference_sl[counts_sl], atol=1e-5)
+        assert bool((scored.log_mass_sl[counts_sl & scored.keep_sl] < -1e-3).any()), "something is cut"
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_the_sequence_check_knows_whether_the_distribution_is_truncated(truncated, batch):
+    """-inf of the sampler is skipped under truncation, and rejects the sequence where nothing is cut."""
+    config = corrected("tp1", sequence_error_max=1e6)
+    if not truncated:
+        plain = dataclasses.replace(config.sampling, top_k=None, top_p=None)
+        config = dataclasses.replace(config, sampling=plain)
+    position = int(batch.token_mask_sl[1].nonzero()[0, 0])
+    sampler_sl, old_sl = (
+        torch.full_like(batch.sampler_logprob_sl, -2.0),
+        torch.full_like(batch.sampler_logprob_sl, -2.0),
+    )
+    sampler_sl[1, position] = -math.inf
+    given = dataclasses.replace(
+        batch,
+        sampler_logprob_sl=sampler_sl,
+        old_logprob_sl=old_sl,
+        keep_old_sl=torch.ones_like(batch.token_mask_sl),
+    )
+    ((result, _, _),) = run_ranks(train_on_rank, 1, config, given)
+    rejected = 0 if truncated else int(batch.token_mask_sl[1].sum())
+    assert result.metrics["tokens/dropped_sequence"] == rejected
