@@ -15,7 +15,7 @@ import torch
 from rlcore.batch import TrainBatch
 from rlcore.collectives import Group, all_reduce_
 from rlcore.config import ImportanceConfig, LossConfig
-from rlcore.masks import kl_mask, retained_mask, sequence_check
+from rlcore.masks import kl_mask, retained_mask, sequence_check, why_tokens_left
 from rlcore.metrics import Metric
 from rlcore.ops.aggregation import (
     LossCounts,
@@ -99,6 +99,22 @@ def weigh_step(
         num_retained=retained.num_tokens,
         metrics={} if weights is None else importance_metrics(weights, retained_t),
     )
+
+
+def empty_step_metrics(batch: TrainBatch, weights: StepWeights) -> dict[str, Metric]:
+    """Why the tokens of this rank's samples left, for a step that ends before its first forward."""
+    shape = batch.token_mask_sl.shape
+    position_sl = torch.arange(shape[1], device=batch.ids_sl.device).expand(shape)
+    reasons = why_tokens_left(
+        (position_sl > 0) & (position_sl < batch.length_s[:, None]),
+        batch.token_mask_sl,
+        batch.sample_mask_s[:, None].expand(shape),
+        batch.keep_old_sl,
+        torch.ones_like(batch.token_mask_sl),
+        weights.importance_keep_sl,
+        weights.sequence_keep_sl,
+    )
+    return reasons | weights.metrics
 
 
 def _count(masks: list[torch.Tensor], num_sequences: int, dp_group: Group) -> list[LossCounts]:
