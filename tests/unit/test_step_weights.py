@@ -318,3 +318,23 @@ def test_an_empty_step_has_multipliers_of_zero():
     for name in ("policy", "kl", "nll"):
         assert not getattr(weights, f"{name}_multiplier_sl").any()
     assert loss_and_gradient(step)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("importance", "weights"),
+    [
+        ({"correction": "tis", "cap": 2.0}, [2.0, 0.0, 1.0]),
+        ({"correction": "geometric", "cap": 8.0}, [math.sqrt(3.0), 0.0, math.sqrt(3.0)]),
+        ({"correction": "sequence", "cap": 8.0}, [3.0, 0.0, 3.0]),
+    ],
+)
+def test_a_token_outside_the_sampler_s_support_has_no_weight(importance, weights):
+    """A sampler logprob of -inf: the token leaves under its reason and stays in the denominator; the other two
+    of its sequence, of weights 3 and 1, are weighed as if it were not there.
+    """
+    rows = [row(3, sampler=[-LN(3), -math.inf, 0.0])]
+    value, gradient, part = loss_and_gradient(step_of(rows, section("token_mean"), importance))
+    assert flat(gradient) == pytest.approx([weight / 3 for weight in weights])
+    assert value == pytest.approx(sum(weights) / 3)
+    assert part.metrics["tokens/dropped_importance"] == part.metrics["importance/dropped"] == 1
+    assert part.num_retained == 3 and part.metrics["importance/nan"] == 0
