@@ -27,7 +27,7 @@ NUM_LISTED = 64
 PASSES_PER_ROUND = 4
 # Of this many blocks of columns one is in the sample, and so many passes over it cost less than one over all.
 SAMPLE_STRIDE = 16
-SAMPLE_PASSES = 6
+SAMPLE_PASSES = 4
 # Entries of the open rows below which passes over a sample cost as much as passes over everything.
 SAMPLE_FROM_ELEMENTS = 1 << 22
 # Width in nats of a bracket that has no lower end yet: exp(-32) is nothing beside the row's largest entry.
@@ -48,7 +48,9 @@ class OpenRows:
     entropy: bool
 
     def subset(self, index_a: torch.Tensor) -> OpenRows:
-        """Some of these rows."""
+        """Some of these rows, in ascending order."""
+        if index_a.shape[0] == self.row_u.shape[0]:
+            return self
         return replace(
             self, row_u=self.row_u[index_a], stats=self.stats.rows(index_a), params=self.params.rows(index_a)
         )
@@ -124,11 +126,15 @@ class Bracket:
         return self.low_u2[:, 1] - self.high_u2[:, 1]
 
     def rows(self, index_a: torch.Tensor) -> Bracket:
-        """Some of the rows."""
+        """Some of the rows, in ascending order."""
+        if index_a.shape[0] == self.low_u.shape[0]:
+            return self
         return Bracket(**{f.name: getattr(self, f.name)[index_a] for f in fields(self)})
 
     def with_rows(self, index_a: torch.Tensor, part: Bracket) -> Bracket:
-        """This bracket with some rows taken from `part`."""
+        """This bracket with some rows, in ascending order, taken from `part`."""
+        if index_a.shape[0] == self.low_u.shape[0]:
+            return part
         return Bracket(
             **{
                 f.name: getattr(self, f.name).index_copy(0, index_a, getattr(part, f.name))
@@ -219,9 +225,10 @@ def _locate_some(
         ),
         high_u2=torch.where(too_low_a[:, None], 0.0, bracket.high_u2),
     )
-    hint_up = _hint(rows.subset(active_a), bracket, goal_a, column)
-    if bound_u is not None:
-        bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_u[active_a]))
+    bound_a = None if bound_u is None else bound_u[active_a]
+    hint_up = _hint(rows.subset(active_a), bracket, goal_a, column, bound_a)
+    if bound_a is not None:
+        bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_a))
     num_rounds = 0
     while active_a.numel():
         open_rows = rows.subset(active_a)
@@ -234,7 +241,9 @@ def _locate_some(
     return settled
 
 
-def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> torch.Tensor | None:
+def _hint(
+    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int, bound_u: torch.Tensor | None
+) -> torch.Tensor | None:
     """`[u, 3]` pivots close to the goal, from a sample of the columns; None where a sample would not pay.
 
     Only where to look first comes from the sample: what is found is the same without it.
@@ -245,8 +254,9 @@ def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -
     sample = rows.sample()
     # The float above: banned ids are in no count.
     lowest_u = torch.nextafter(bracket.low_u, torch.full_like(bracket.low_u, math.inf))
-    ends_up2 = sample.pivot_sums(torch.stack([bracket.high_u, lowest_u, lowest_u], dim=1))
-    high_u2, low_u2 = ends_up2[:, 0], ends_up2[:, 1]
+    first_u = lowest_u if bound_u is None else torch.maximum(bound_u, lowest_u)
+    sums_up2 = sample.pivot_sums(torch.stack([bracket.high_u, first_u, lowest_u], dim=1))
+    high_u2, low_u2 = sums_up2[:, 0], sums_up2[:, 2]
     num_between_u = (low_u2 - high_u2)[:, 1]
     # What is missing from the nearer end, at the sample's rate: the entries far from the goal, whose mass
     # varies most from sample to sample, are then in no estimate.
@@ -257,6 +267,7 @@ def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -
         from_low_u <= from_high_u, low_u2[:, column] - from_low_u, high_u2[:, column] + from_high_u
     )
     inside = Bracket(low_u=bracket.low_u, high_u=bracket.high_u, low_u2=low_u2, high_u2=high_u2)
+    inside = _tighten(inside, first_u[:, None], sums_up2[:, 1:2], sample_goal_u, column)
     # Two standard deviations of the rank of a quantile among this many values, at its largest.
     error_u = num_between_u.sqrt()
     for index in range(SAMPLE_PASSES):

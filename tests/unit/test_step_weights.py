@@ -329,8 +329,8 @@ def test_an_empty_step_has_multipliers_of_zero():
     ],
 )
 def test_a_token_outside_the_sampler_s_support_has_no_weight(importance, weights):
-    """A sampler logprob of -inf: the token leaves under its reason and stays in the denominator; the other two
-    of its sequence, of weights 3 and 1, are weighed as if it were not there.
+    """A sampler logprob of -inf: the token leaves under its reason and stays in the denominator; the other
+    two of its sequence, of weights 3 and 1, are weighed as if it were not there.
     """
     rows = [row(3, sampler=[-LN(3), -math.inf, 0.0])]
     value, gradient, part = loss_and_gradient(step_of(rows, section("token_mean"), importance))
