@@ -182,6 +182,8 @@ def policy_metrics(
     valid_t: torch.Tensor,
 ) -> dict[str, Metric]:
     """Diagnostics of the policy-gradient term, each with its own mask."""
+    # Not ratio - 1 - log ratio: in float32 a small log ratio leaves nothing but the ratio's rounding.
+    log_ratio_t = policy.log_ratio_t.double()
     return {
         "ratio/mean": mean_over(policy.ratio_t, mask_t),
         "ratio/min": min_over(policy.ratio_t, mask_t),
@@ -190,7 +192,7 @@ def policy_metrics(
         "ratio/clipped_low": mean_over(policy.clipped_low_t, mask_t),
         "ratio/clipped_high": mean_over(policy.clipped_high_t, mask_t),
         "ratio/kl_k1": mean_over(-policy.log_ratio_t, mask_t),
-        "ratio/kl_k3": mean_over(policy.ratio_t - 1.0 - policy.log_ratio_t, mask_t),
+        "ratio/kl_k3": mean_over(torch.expm1(log_ratio_t) - log_ratio_t, mask_t),
         "filter/log_mass": mean_over(scores.log_mass_t, valid_t),
         "filter/num_kept": mean_over(scores.num_kept_t, valid_t),
         "filter/out_of_support": mean_over(~scores.keep_t, valid_t),

@@ -36,7 +36,7 @@ from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
 from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
 from rlcore.ops.logprob import TokenLogprobs
 from rlcore.sampling import SamplingSpec
-from rlcore.step_weights import StepWeights, weigh_step
+from rlcore.step_weights import StepWeights, empty_step_metrics, weigh_step
 
 
 class MegatronWorker:
@@ -158,7 +158,9 @@ class MegatronWorker:
         has_kl_term = loss.kl_coef > 0 and loss.kl_in == "loss"
         if not (bool(weights.num_retained > 0) or (has_kl_term and bool(weights.num_valid > 0))):
             return StepResult(
-                metrics={}, stepped=False, reason="no token of the whole step counts: nothing to train on"
+                metrics=reduce_metrics(empty_step_metrics(batch, weights), self.groups.dp, self.device),
+                stepped=False,
+                reason="no token of the whole step counts: nothing to train on",
             )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -248,6 +250,16 @@ class MegatronWorker:
                 f"a batch of sequences padded to {longest} tokens, and the model has {positions} positions. "
                 "Lower "
                 "rollout.max_new_tokens, use shorter prompts, or raise model.max_position_embeddings."
+            )
+        position_sl = torch.arange(longest, device=batch.ids_sl.device).expand_as(batch.ids_sl)
+        unpredicted_sl = (position_sl == 0) | (position_sl >= batch.length_s[:, None])
+        unpredicted_sl = unpredicted_sl & batch.token_mask_sl & batch.sample_mask_s[:, None]
+        if bool(unpredicted_sl.any()):
+            row, column = unpredicted_sl.nonzero()[0].tolist()
+            raise ValueError(
+                f"token_mask_sl of sample {row} counts position {column} of {int(batch.length_s[row])} "
+                "tokens: nothing predicts the first token of a sequence, nor padding, yet every denominator "
+                "would count it. Set token_mask_sl to False there, or begin the sequence with a prompt token."
             )
         bad_sl = (batch.ids_sl < 0) | (batch.ids_sl >= self.arch.vocab_size)
         if bool(bad_sl.any()):

@@ -212,7 +212,9 @@ class ImportanceConfig:
     high: float | None = None
     """Largest weight that stays: `icepop`, `seq_mask_tis`."""
     cap: float | None = None
-    """Largest weight: `tis`, `sequence`, `geometric`; `seq_mask_tis` (None: raw weights, still finite)."""
+    """Largest weight: `tis`, `sequence`, `geometric`, and `seq_mask_tis` unless `raw`."""
+    raw: bool = False
+    """`seq_mask_tis` only: token weights without a cap, still finite."""
     statistic: Literal["geometric", "sum"] = "geometric"
     """What `seq_mask_tis` judges a sequence by: exp of the mean log weight, or of the sum."""
     sequence_error_max: float | None = None

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def check_loss(config: RunConfig) -> None:
     """Every rule of both sections."""
+    check_clip_bounds(config)
     check_dual_clip(config)
+    check_on_policy(config)
     check_sequence_ratio(config)
     check_fixed_length(config)
     check_exact_denominator(config)
@@ -22,9 +24,39 @@ def check_loss(config: RunConfig) -> None:
     check_kl_options(config)
     check_importance_bounds(config)
     check_importance_cap(config)
+    check_raw_weights(config)
     check_importance_statistic(config)
     check_importance_needs_ratio(config)
     check_sequence_error(config)
+
+
+_WITHOUT_RATIO = ("on_policy", "reinforce")
+
+
+def check_clip_bounds(config: RunConfig) -> None:
+    """Epsilons of a loss that has no ratio do nothing."""
+    loss = config.loss
+    for name in ("ratio_clip_min", "ratio_clip_max"):
+        value = getattr(loss, name)
+        if loss.policy in _WITHOUT_RATIO and value != getattr(type(loss), name):
+            raise ConfigError(
+                f"loss.{name}={value} does nothing under loss.policy={loss.policy}, which has no ratio. "
+                "Remove it, or set loss.policy=clip."
+            )
+
+
+def check_on_policy(config: RunConfig) -> None:
+    """After the first update the policy is not the one that drew the data."""
+    train = config.train
+    minibatch = train.minibatch_size or config.sequences_per_step
+    if config.loss.policy != "on_policy" or (train.epochs == 1 and minibatch >= config.sequences_per_step):
+        return
+    key = f"train.epochs={train.epochs}" if train.epochs > 1 else f"train.minibatch_size={minibatch}"
+    raise ConfigError(
+        f"loss.policy=on_policy has ratio 1 by definition, and {key} makes several updates on one step's "
+        "responses: from the second on the policy is another. Set loss.policy=clip, or make one update a "
+        "step (train.epochs=1, no train.minibatch_size)."
+    )
 
 
 def check_dual_clip(config: RunConfig) -> None:
@@ -87,7 +119,7 @@ def check_skipped_old_pass(config: RunConfig) -> None:
     loss, importance = config.loss, config.importance
     if loss.old_logprobs != "skip":
         return
-    if loss.policy not in ("on_policy", "reinforce"):
+    if loss.policy not in _WITHOUT_RATIO:
         raise ConfigError(
             f"loss.old_logprobs=skip leaves loss.policy={loss.policy} without the old logprobs of its ratio. "
             "Set loss.old_logprobs=recompute, or loss.policy=on_policy."
@@ -176,6 +208,25 @@ def check_importance_cap(config: RunConfig) -> None:
         )
     if cap is not None and not 0 < cap < math.inf:
         raise ConfigError(f"importance.cap={cap}: expected a positive number, the largest weight.")
+
+
+def check_raw_weights(config: RunConfig) -> None:
+    """Weights without a cap are asked for by name, where there is a choice."""
+    importance = config.importance
+    if importance.raw and importance.correction != "seq_mask_tis":
+        raise ConfigError(
+            f"importance.raw=true does nothing under importance.correction={importance.correction}. Set it "
+            "to false, or set importance.correction=seq_mask_tis."
+        )
+    if importance.raw and importance.cap is not None:
+        raise ConfigError(
+            f"importance.raw=true has no cap, and importance.cap={importance.cap} is one. Remove one of them."
+        )
+    if importance.correction == "seq_mask_tis" and not importance.raw and importance.cap is None:
+        raise ConfigError(
+            "importance.correction=seq_mask_tis needs importance.cap, the largest token weight of a sequence "
+            "that stays: 2 is usual. Set importance.raw=true for weights without a cap."
+        )
 
 
 def check_importance_statistic(config: RunConfig) -> None:

@@ -8,15 +8,15 @@ nothing here depends on how those are cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rlcore.batch import TrainBatch
 from rlcore.collectives import Group, all_reduce_
 from rlcore.config import ImportanceConfig, LossConfig
-from rlcore.masks import kl_mask, retained_mask, sequence_check
-from rlcore.metrics import Metric
+from rlcore.masks import kl_mask, retained_mask, sequence_check, why_tokens_left
+from rlcore.metrics import Metric, Sum
 from rlcore.ops.aggregation import (
     LossCounts,
     fixed_length,
@@ -87,7 +87,7 @@ def weigh_step(
         policy_multiplier_t = retained_t.float()
     else:
         policy_multiplier_t = _multipliers(loss, *policy, segments)
-    weights = _correct(batch, importance, retained_t, segments)
+    weights, metrics = _correct(batch, importance, retained_t, segments)
     return StepWeights(
         policy_multiplier_sl=policy_multiplier_t.view(shape),
         kl_multiplier_sl=_multipliers(loss, valid_t, valid, segments).view(shape),
@@ -97,8 +97,24 @@ def weigh_step(
         importance_keep_sl=None if weights is None else weights.kept_t.view(shape),
         num_valid=valid.num_tokens,
         num_retained=retained.num_tokens,
-        metrics={} if weights is None else importance_metrics(weights, retained_t),
+        metrics=metrics,
     )
+
+
+def empty_step_metrics(batch: TrainBatch, weights: StepWeights) -> dict[str, Metric]:
+    """Why the tokens of this rank's samples left, for a step that ends before its first forward."""
+    shape = batch.token_mask_sl.shape
+    position_sl = torch.arange(shape[1], device=batch.ids_sl.device).expand(shape)
+    reasons = why_tokens_left(
+        (position_sl > 0) & (position_sl < batch.length_s[:, None]),
+        batch.token_mask_sl,
+        batch.sample_mask_s[:, None].expand(shape),
+        batch.keep_old_sl,
+        torch.ones_like(batch.token_mask_sl),
+        weights.importance_keep_sl,
+        weights.sequence_keep_sl,
+    )
+    return reasons | weights.metrics
 
 
 def _count(masks: list[torch.Tensor], num_sequences: int, dp_group: Group) -> list[LossCounts]:
@@ -145,11 +161,31 @@ def _check_sequences(
 
 
 def _correct(
-    batch: TrainBatch, importance: ImportanceConfig, mask_t: torch.Tensor, segments: Segments
-) -> ImportanceWeights | None:
-    """The correction that the config names, on the retained tokens."""
+    batch: TrainBatch, importance: ImportanceConfig, retained_t: torch.Tensor, segments: Segments
+) -> tuple[ImportanceWeights | None, dict[str, Metric]]:
+    """The correction that the config names, on the retained tokens, and its metrics.
+
+    A weight needs both logprobs: a token outside the sampler's own support has none and is dropped, and says
+    nothing about its sequence.
+    """
     if importance.correction == "none":
-        return None
+        return None, {}
+    assert batch.old_logprob_sl is not None, "a config rule sees to it"
+    both_t = retained_t & ~torch.isneginf(batch.sampler_logprob_sl.reshape(-1))
+    weights = _weights(batch, importance, both_t, segments)
+    outside_t = retained_t & ~both_t
+    weights = replace(
+        weights,
+        weight_t=torch.where(outside_t, 0.0, weights.weight_t),
+        kept_t=weights.kept_t & ~outside_t,
+    )
+    metrics = importance_metrics(weights, both_t)
+    return weights, {**metrics, "importance/dropped": Sum((retained_t & ~weights.kept_t).sum())}
+
+
+def _weights(
+    batch: TrainBatch, importance: ImportanceConfig, mask_t: torch.Tensor, segments: Segments
+) -> ImportanceWeights:
     assert batch.old_logprob_sl is not None, "a config rule sees to it"
     given = (batch.old_logprob_sl.reshape(-1), batch.sampler_logprob_sl.reshape(-1), mask_t)
     cap = importance.cap if importance.cap is not None else 0.0
@@ -167,6 +203,7 @@ def _correct(
             return sequence(*given, segments, cap)
         case "geometric":
             return geometric(*given, segments, cap)
+    raise AssertionError(f"correction {importance.correction} is off or unknown")
 
 
 def _bounds(importance: ImportanceConfig) -> WeightBounds:

@@ -334,7 +334,8 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
     """How far the trainer's old policy is from the sampler, on the same tokens.
 
     Differences of filtered logprobs see the retained tokens that are in both supports; the rest sees the KL
-    mask. `k3` estimates KL(sampler || old policy): the tokens are the sampler's.
+    mask. `k3` estimates KL(sampler || old policy): the tokens are the sampler's. A NaN of the sampler is in
+    no mean and counted.
     """
     if batch.old_logprob_sl is None or batch.keep_old_sl is None or batch.old_log_mass_sl is None:
         # The old pass was skipped: there is nothing to compare the sampler with.
@@ -343,7 +344,8 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
     valid_sl = kl_mask(batch.token_mask_sl, sample_mask_sl)
     retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
     keep_sampler_sl = ~torch.isneginf(batch.sampler_logprob_sl)
-    both_sl = retained_sl & keep_sampler_sl
+    nan_sl = torch.isnan(batch.sampler_logprob_sl)
+    both_sl = retained_sl & keep_sampler_sl & ~nan_sl
     old_sl = torch.where(both_sl, batch.old_logprob_sl.double(), 0.0)
     log_ratio_sl = old_sl - torch.where(both_sl, batch.sampler_logprob_sl.double(), 0.0)
     bounded_sl = log_ratio_sl.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -353,6 +355,7 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
         "mismatch/k3": mean_over(torch.expm1(bounded_sl) - bounded_sl, both_sl),
         "mismatch/out_of_support": mean_over(~batch.keep_old_sl, valid_sl),
         "mismatch/sampler_out_of_support": mean_over(~keep_sampler_sl, valid_sl),
+        "mismatch/sampler_nan": Sum((nan_sl & valid_sl).sum()),
         "mismatch/old_log_mass": mean_over(batch.old_log_mass_sl, valid_sl),
     }
 

@@ -120,6 +120,7 @@ class _Masks:
     passed_s: torch.Tensor
     log_weight: torch.Tensor
     weight: torch.Tensor
+    weighed: torch.Tensor
 
     @staticmethod
     def of(batch: TrainBatch, scores: Scores, importance: ImportanceConfig, truncates: bool) -> _Masks:
@@ -139,6 +140,7 @@ class _Masks:
             passed_s=passed_s,
             log_weight=log_weight,
             weight=weight,
+            weighed=retained & (batch.sampler_logprob_sl != -math.inf),
         )
 
 
@@ -175,7 +177,9 @@ def _importance(
         return log_sl, weight_sl, kept_sl
     assert batch.old_logprob_sl is not None
     for row in range(batch.num_sequences):
-        at = retained[row].nonzero()[:, 0]
+        outside = retained[row] & (batch.sampler_logprob_sl[row] == -math.inf)
+        weight_sl[row, outside], kept_sl[row, outside] = 0.0, False
+        at = (retained[row] & ~outside).nonzero()[:, 0]
         if at.numel() == 0:
             continue
         log_n = batch.old_logprob_sl[row, at].double() - batch.sampler_logprob_sl[row, at].double()
@@ -358,9 +362,9 @@ def _mask_metrics(batch: TrainBatch, scores: Scores, masks: _Masks) -> dict[str,
 
 
 def _importance_metrics(masks: _Masks) -> dict[str, float]:
-    weight_n = masks.weight[masks.retained]
+    weight_n = masks.weight[masks.weighed]
     weight_n = weight_n[~torch.isnan(weight_n)]
-    log_n = masks.log_weight[masks.retained]
+    log_n = masks.log_weight[masks.weighed]
     raw_n = log_n[~torch.isnan(log_n)].clamp(max=MAX_LOG).exp()
     square = float((weight_n**2).sum())
     return {

@@ -11,7 +11,7 @@ make the same calls.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from rlcore.collectives import Group, all_gather
 from rlcore.ops.candidates import top_values
 from rlcore.ops.float_keys import key_quarters
 from rlcore.ops.passes import BLOCK, Passes
+from rlcore.ops.pivots import Bracket, clamp_inside, just_below, place_pivots, spread, tighten
 from rlcore.ops.rows import Cut, RowParams, RowStats, Support
 
 # Values listed per shard and round once the bracket is narrow.
@@ -27,11 +28,9 @@ NUM_LISTED = 64
 PASSES_PER_ROUND = 4
 # Of this many blocks of columns one is in the sample, and so many passes over it cost less than one over all.
 SAMPLE_STRIDE = 16
-SAMPLE_PASSES = 6
+SAMPLE_PASSES = 4
 # Entries of the open rows below which passes over a sample cost as much as passes over everything.
 SAMPLE_FROM_ELEMENTS = 1 << 22
-# Width in nats of a bracket that has no lower end yet: exp(-32) is nothing beside the row's largest entry.
-OPEN_WIDTH = 32.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,9 @@ class OpenRows:
     entropy: bool
 
     def subset(self, index_a: torch.Tensor) -> OpenRows:
-        """Some of these rows."""
+        """Some of these rows, in ascending order."""
+        if index_a.shape[0] == self.row_u.shape[0]:
+            return self
         return replace(
             self, row_u=self.row_u[index_a], stats=self.stats.rows(index_a), params=self.params.rows(index_a)
         )
@@ -104,39 +105,6 @@ class OpenRows:
         return gathered_ruc.transpose(0, 1).flatten(1).topk(NUM_LISTED, dim=1).values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bracket:
-    """`low_u < threshold < high_u`, both exclusive, with the mass and count of the entries on and above each
-    end.
-    """
-
-    low_u: torch.Tensor
-    """Everything above it reaches the goal, or is all there is."""
-    high_u: torch.Tensor
-    """From it upwards the goal is not reached."""
-    low_u2: torch.Tensor
-    """`[u, 2]` float64: mass and count of entries > low."""
-    high_u2: torch.Tensor
-    """`[u, 2]` float64: mass and count of entries >= high."""
-
-    def num_inside(self) -> torch.Tensor:
-        """`[u]` float64: how many entries lie between the ends."""
-        return self.low_u2[:, 1] - self.high_u2[:, 1]
-
-    def rows(self, index_a: torch.Tensor) -> Bracket:
-        """Some of the rows."""
-        return Bracket(**{f.name: getattr(self, f.name)[index_a] for f in fields(self)})
-
-    def with_rows(self, index_a: torch.Tensor, part: Bracket) -> Bracket:
-        """This bracket with some rows taken from `part`."""
-        return Bracket(
-            **{
-                f.name: getattr(self, f.name).index_copy(0, index_a, getattr(part, f.name))
-                for f in fields(self)
-            }
-        )
-
-
 def support_from_search(rows: OpenRows, high_u: torch.Tensor, high_u2: torch.Tensor) -> Support:
     """The support of each open row.
 
@@ -183,7 +151,7 @@ def _everything(rows: OpenRows) -> Cut:
     if not params.any_min_p:
         return whole
     floored = replace(
-        rows.cut_at(_just_below(stats.max_t + params.min_p_cut_t)),
+        rows.cut_at(just_below(stats.max_t + params.min_p_cut_t)),
         num_tied_t=torch.zeros_like(stats.num_finite_t),
     )
     return floored.with_rows_where(torch.isneginf(params.min_p_cut_t), whole)
@@ -219,9 +187,10 @@ def _locate_some(
         ),
         high_u2=torch.where(too_low_a[:, None], 0.0, bracket.high_u2),
     )
-    hint_up = _hint(rows.subset(active_a), bracket, goal_a, column)
-    if bound_u is not None:
-        bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_u[active_a]))
+    bound_a = None if bound_u is None else bound_u[active_a]
+    hint_up = _hint(rows.subset(active_a), bracket, goal_a, column, bound_a)
+    if bound_a is not None:
+        bracket = replace(bracket, low_u=torch.maximum(bracket.low_u, bound_a))
     num_rounds = 0
     while active_a.numel():
         open_rows = rows.subset(active_a)
@@ -234,7 +203,9 @@ def _locate_some(
     return settled
 
 
-def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -> torch.Tensor | None:
+def _hint(
+    rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int, bound_u: torch.Tensor | None
+) -> torch.Tensor | None:
     """`[u, 3]` pivots close to the goal, from a sample of the columns; None where a sample would not pay.
 
     Only where to look first comes from the sample: what is found is the same without it.
@@ -245,8 +216,9 @@ def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -
     sample = rows.sample()
     # The float above: banned ids are in no count.
     lowest_u = torch.nextafter(bracket.low_u, torch.full_like(bracket.low_u, math.inf))
-    ends_up2 = sample.pivot_sums(torch.stack([bracket.high_u, lowest_u, lowest_u], dim=1))
-    high_u2, low_u2 = ends_up2[:, 0], ends_up2[:, 1]
+    first_u = lowest_u if bound_u is None else torch.maximum(bound_u, lowest_u)
+    sums_up2 = sample.pivot_sums(torch.stack([bracket.high_u, first_u, lowest_u], dim=1))
+    high_u2, low_u2 = sums_up2[:, 0], sums_up2[:, 2]
     num_between_u = (low_u2 - high_u2)[:, 1]
     # What is missing from the nearer end, at the sample's rate: the entries far from the goal, whose mass
     # varies most from sample to sample, are then in no estimate.
@@ -257,13 +229,14 @@ def _hint(rows: OpenRows, bracket: Bracket, goal_u: torch.Tensor, column: int) -
         from_low_u <= from_high_u, low_u2[:, column] - from_low_u, high_u2[:, column] + from_high_u
     )
     inside = Bracket(low_u=bracket.low_u, high_u=bracket.high_u, low_u2=low_u2, high_u2=high_u2)
+    inside = tighten(inside, first_u[:, None], sums_up2[:, 1:2], sample_goal_u, column)
     # Two standard deviations of the rank of a quantile among this many values, at its largest.
     error_u = num_between_u.sqrt()
     for index in range(SAMPLE_PASSES):
-        pivot_up = _place_pivots(inside, sample_goal_u, column, _spread(inside) if index % 2 else None)
-        inside = _tighten(inside, pivot_up, sample.pivot_sums(pivot_up), sample_goal_u, column, error_u)
+        pivot_up = place_pivots(inside, sample_goal_u, column, spread(inside) if index % 2 else None)
+        inside = tighten(inside, pivot_up, sample.pivot_sums(pivot_up), sample_goal_u, column, error_u)
     spread_u = (error_u / inside.num_inside().clamp(min=1.0)).to(bracket.high_u.dtype)
-    return _clamp_inside(_place_pivots(inside, sample_goal_u, column, spread_u, clamp=False), bracket)
+    return clamp_inside(place_pivots(inside, sample_goal_u, column, spread_u, clamp=False), bracket)
 
 
 def _narrow(
@@ -286,75 +259,12 @@ def _narrow(
         if hint_up is not None and index == 0:
             pivot_wp = hint_up[wide_w]
         elif late and index % 2 == 0:
-            pivot_wp = _clamp_inside(key_quarters(part.low_u, part.high_u), part)
+            pivot_wp = clamp_inside(key_quarters(part.low_u, part.high_u), part)
         else:
-            pivot_wp = _place_pivots(part, goal_w, column, _spread(part) if index % 2 else None)
+            pivot_wp = place_pivots(part, goal_w, column, spread(part) if index % 2 else None)
         sums_wp2 = rows.subset(wide_w).pivot_sums(pivot_wp)
-        bracket = bracket.with_rows(wide_w, _tighten(part, pivot_wp, sums_wp2, goal_w, column))
+        bracket = bracket.with_rows(wide_w, tighten(part, pivot_wp, sums_wp2, goal_w, column))
     return bracket
-
-
-def _tighten(
-    bracket: Bracket,
-    pivot_up: torch.Tensor,
-    sums_up2: torch.Tensor,
-    goal_u: torch.Tensor,
-    column: int,
-    enough_u: torch.Tensor | None = None,
-) -> Bracket:
-    """The bracket with its ends moved to the pivots; a row that holds `enough_u` values or fewer stays."""
-    moves_u = torch.ones_like(goal_u, dtype=torch.bool)
-    if enough_u is not None:
-        moves_u = bracket.num_inside() > enough_u
-    for pivot_u, sums_u2 in zip(pivot_up.unbind(1), sums_up2.unbind(1), strict=True):
-        reached_u = sums_u2[:, column] >= goal_u
-        below_u = _just_below(pivot_u)
-        raises_u = moves_u & reached_u & (below_u > bracket.low_u)
-        lowers_u = moves_u & ~reached_u & (pivot_u < bracket.high_u)
-        bracket = Bracket(
-            low_u=torch.where(raises_u, below_u, bracket.low_u),
-            high_u=torch.where(lowers_u, pivot_u, bracket.high_u),
-            low_u2=torch.where(raises_u[:, None], sums_u2, bracket.low_u2),
-            high_u2=torch.where(lowers_u[:, None], sums_u2, bracket.high_u2),
-        )
-    return bracket
-
-
-def _spread(bracket: Bracket) -> torch.Tensor:
-    """`[u]`: two standard deviations of where the goal is, as a part of the bracket, were its values drawn
-    from a flat density.
-    """
-    return bracket.num_inside().clamp(min=1.0).rsqrt().to(bracket.high_u.dtype)
-
-
-def _place_pivots(
-    bracket: Bracket,
-    goal_u: torch.Tensor,
-    column: int,
-    spread_u: torch.Tensor | None,
-    clamp: bool = True,
-) -> torch.Tensor:
-    """`[u, 3]` inside the bracket: its quarters, or where a straight line meets the goal and `spread_u` of
-    the width to both sides.
-    """
-    low_u = torch.where(torch.isneginf(bracket.low_u), bracket.high_u - OPEN_WIDTH, bracket.low_u)
-    width_u = bracket.high_u - low_u
-    if spread_u is None:
-        steps = torch.tensor([0.25, 0.5, 0.75], dtype=width_u.dtype, device=width_u.device)
-        parts_up = steps.expand(width_u.shape[0], 3)
-    else:
-        missing_u = goal_u - bracket.high_u2[:, column]
-        part_u = missing_u / (bracket.low_u2[:, column] - bracket.high_u2[:, column])
-        part_u = torch.nan_to_num(part_u, nan=0.5).clamp(0.0, 1.0).to(width_u.dtype)
-        parts_up = torch.stack([part_u - spread_u, part_u, part_u + spread_u], dim=1)
-    pivot_up = bracket.high_u[:, None] - parts_up * width_u[:, None]
-    return _clamp_inside(pivot_up, bracket) if clamp else pivot_up
-
-
-def _clamp_inside(pivot_up: torch.Tensor, bracket: Bracket) -> torch.Tensor:
-    """The pivots, moved between the bracket's ends."""
-    highest_u, lowest_u = _just_below(bracket.high_u), torch.nextafter(bracket.low_u, bracket.high_u)
-    return torch.minimum(torch.maximum(pivot_up, lowest_u[:, None]), highest_u[:, None])
 
 
 def _list_and_cut(
@@ -375,7 +285,7 @@ def _list_and_cut(
     index_u = torch.where(reached_uc.any(dim=1), first_u, (num_eligible_u - 1).clamp(min=0))
     # Nothing eligible below the upper end: rounding alone kept the goal from being reached above it.
     threshold_u = torch.where(
-        num_eligible_u > 0, value_uc.gather(1, index_u[:, None])[:, 0], _just_below(bracket.high_u)
+        num_eligible_u > 0, value_uc.gather(1, index_u[:, None])[:, 0], just_below(bracket.high_u)
     )
     larger_uc = torch.where(value_uc > threshold_u[:, None], value_uc, bracket.high_u[:, None])
     pivot_u2 = torch.stack([larger_uc.amin(dim=1), threshold_u], dim=1)
@@ -392,9 +302,4 @@ def _list_and_cut(
     # All values inside add up to less than the goal; where pivot sums disagree, the search goes on upwards.
     exhausted_u = ~reached_uc.any(dim=1) & (num_eligible_u < NUM_LISTED)
     exhausted_u &= ~(above_u2[:, column] >= goal_u) | (num_eligible_u == 0)
-    return cut, _tighten(bracket, pivot_u2, sums_u22, goal_u, column), final_u | exhausted_u
-
-
-def _just_below(value_u: torch.Tensor) -> torch.Tensor:
-    """The next float down: `z > just below v` is `z >= v`."""
-    return torch.nextafter(value_u, torch.full_like(value_u, -math.inf))
+    return cut, tighten(bracket, pivot_u2, sums_u22, goal_u, column), final_u | exhausted_u

@@ -346,7 +346,7 @@ def compiled_passes() -> Passes:
 
 BACKENDS = ("auto", "torch", "compile", "triton")
 # `auto` compiles on the CPU from this many logits on: below, the eager passes finish before a compiler would.
-COMPILE_FROM_ELEMENTS = 1 << 23
+COMPILE_FROM_ELEMENTS = 1 << 22
 
 
 def select_passes(backend: str, logits_tv: torch.Tensor) -> Passes:

@@ -76,7 +76,10 @@ def check_step(step: Step, cuts: dict[int, list[Cut]]) -> None:
 def objectives(draw) -> tuple[dict, dict, bool]:
     """Any loss and importance section that the rules accept, and whether the distribution is truncated."""
     policy = draw(st.sampled_from(["clip", "gspo", "cispo", "reinforce", "on_policy"]))
-    loss = {"policy": policy, "ratio_clip_min": 0.2, "ratio_clip_max": draw(st.sampled_from([0.2, 0.28]))}
+    loss: dict = {"policy": policy}
+    high = draw(st.sampled_from([0.2, 0.28]))
+    if policy not in ("reinforce", "on_policy"):
+        loss["ratio_clip_max"] = high
     denominator = draw(st.sampled_from(["retained", "valid", "retained_exact"]))
     if policy == "gspo" and denominator == "retained_exact":
         denominator = "retained"
@@ -116,7 +119,7 @@ CORRECTIONS = [
     {"correction": "tis", "cap": 2.0},
     {"correction": "icepop", "low": 0.5, "high": 5.0},
     {"correction": "seq_mask_tis", "low": 0.6, "high": 1.7, "cap": 2.0},
-    {"correction": "seq_mask_tis", "low": 0.2, "high": 5.0, "statistic": "sum"},
+    {"correction": "seq_mask_tis", "low": 0.2, "high": 5.0, "statistic": "sum", "raw": True},
     {"correction": "sequence", "cap": 3.0},
     {"correction": "geometric", "cap": 2.0},
 ]

@@ -33,7 +33,12 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 GSPO: dict[str, Any] = {"policy": "gspo", "aggregation": "seq_mean_token_mean", "ratio_clip_c": 3.0}
 ICEPOP: dict[str, Any] = {"correction": "icepop", "low": 0.8, "high": 1.25}
 SEQ_MASK_TIS: dict[str, Any] = {"correction": "seq_mask_tis", "low": 0.7, "high": 1.4, "cap": 1.5}
-SKIPPED: dict[str, Any] = {"policy": "on_policy", "old_logprobs": "skip", "actor_denominator": "valid"}
+SKIPPED: dict[str, Any] = {
+    "policy": "on_policy",
+    "ratio_clip_max": 0.2,
+    "old_logprobs": "skip",
+    "actor_denominator": "valid",
+}
 
 # name -> (loss section, importance section)
 OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

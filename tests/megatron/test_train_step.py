@@ -11,6 +11,7 @@ import torch
 from rlcore.batch import TrainBatch
 from rlcore.config import ImportanceConfig
 from rlcore.config_rules import check_run_config
+from rlcore.masks import WHY_LEFT
 from tests.megatron.layout_cases import (
     LAYOUTS,
     MODEL,
@@ -151,7 +152,14 @@ def test_a_broken_gradient_under_a_finite_loss_is_refused_on_all_ranks(layout, b
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
 def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
-    """An id outside the vocabulary (which a sharded embedding would read as zeros), and too long a batch."""
+    """An id outside the vocabulary (which a sharded embedding would read as zeros), too long a batch, and
+    tokens that nothing predicts: a denominator would count them and no term.
+    """
+    first_sl = batch.token_mask_sl.clone()
+    row = int(batch.sample_mask_s.nonzero()[0, 0])
+    first_sl[row, 0] = True
+    short_s = batch.length_s.clone()
+    short_s[row] = int(batch.token_mask_sl[row].nonzero()[-1, 0])
     ids_sl = batch.ids_sl.clone()
     ids_sl[1, 2] = MODEL["vocab_size"]
     wide_sl = torch.zeros(NUM_SEQUENCES, 40).long()
@@ -166,6 +174,14 @@ def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
     for broken, message in (
         (dataclasses.replace(batch, ids_sl=ids_sl), "id 21 of sample 1"),
         (too_long, "40 tokens"),
+        (
+            dataclasses.replace(batch, token_mask_sl=first_sl),
+            f"token_mask_sl of sample {row} counts position 0",
+        ),
+        (
+            dataclasses.replace(batch, length_s=short_s),
+            f"token_mask_sl of sample {row} counts position {int(short_s[row])} of",
+        ),
     ):
         with pytest.raises(RankError, match=message) as caught:
             run_ranks(score_on_rank, LAYOUTS[layout][0], make_config(layout, 2), broken, timeout_s=60)
@@ -185,6 +201,11 @@ def test_b35_a_step_without_tokens_moves_nothing(layout, batch):
     expected = run_ranks(_initial_weights, 1, make_config("tp1", 1))[0]
     for result, _, weights in run_ranks(train_on_rank, LAYOUTS[layout][0], config, empty):
         assert not result.stepped and "no token" in result.reason
+        counted = {name: value for name, value in result.metrics.items() if name in WHY_LEFT and value}
+        assert counted == {
+            "tokens/sample_masked": int(batch.token_mask_sl.sum()),
+            "tokens/prompt": int((batch.length_s - 1).sum() - batch.token_mask_sl.sum()),
+        }
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -299,3 +320,69 @@ def test_a_nan_sampler_logprob_that_a_filter_or_a_mask_takes_out_is_counted(impo
         assert result.stepped and not result.refused and not same
         assert result.metrics[reason] > 0 and math.isfinite(result.metrics["loss/total"])
         assert math.isfinite(result.metrics["optimizer/grad_norm"])
+
+
+def _after_a_step_not_taken(rank, world_size, config, batch, not_taken):
+    """Learning rate and weights after one real step, and the same after another that was not taken first."""
+    from megatron_worker.worker import MegatronWorker
+
+    outcomes = []
+    for first in ([], [not_taken]):
+        worker = MegatronWorker(config)
+        try:
+            for one in first:
+                assert not worker.train_step(one).stepped
+            rates = [worker.train_step(batch).metrics["optimizer/lr"] for _ in range(2)]
+            outcomes.append((rates, weights_by_name(worker)))
+        finally:
+            worker.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["empty", "refused"])
+def test_b35_a_step_not_taken_leaves_no_trace_in_optimizer_and_schedule(kind, batch):
+    """The next two steps are those of a run without it: momentum, step count and learning rate."""
+    config = make_config("tp1", 1, kl_coef=0.1)
+    optimizer = dataclasses.replace(config.optimizer, lr=1e-3, warmup_steps=2, weight_decay=0.1)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    if kind == "empty":
+        not_taken = dataclasses.replace(batch, sample_mask_s=torch.zeros(NUM_SEQUENCES).bool())
+    else:
+        not_taken = dataclasses.replace(batch, advantage_sl=batch.advantage_sl * math.nan)
+    ((without, after),) = run_ranks(_after_a_step_not_taken, 1, config, batch, not_taken)
+    assert after[0] == without[0] and after[0][1] > after[0][0]
+    assert all(torch.equal(after[1][name], without[1][name]) for name in without[1])
+
+
+def test_the_kl_in_the_reward_reads_unfiltered_logprobs(batch):
+    """A truncated policy's own logprob would be a divergence from the reference before the first update."""
+    config = make_config("tp2pp2", 2, kl_coef=0.1, kl_in="reward")
+    counts_sl = batch.token_mask_sl
+    reference_sl = run_ranks(_several_steps, 4, config, batch, 0)[0][2]
+    for scored in run_ranks(score_on_rank, 4, config, batch):
+        assert torch.allclose(scored.unfiltered_logprob_sl[counts_sl], reference_sl[counts_sl], atol=1e-5)
+        assert bool((scored.log_mass_sl[counts_sl & scored.keep_sl] < -1e-3).any()), "something is cut"
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+def test_the_sequence_check_knows_whether_the_distribution_is_truncated(truncated, batch):
+    """-inf of the sampler is skipped under truncation, and rejects the sequence where nothing is cut."""
+    config = corrected("tp1", sequence_error_max=1e6)
+    if not truncated:
+        plain = dataclasses.replace(config.sampling, top_k=None, top_p=None)
+        config = dataclasses.replace(config, sampling=plain)
+    position = int(batch.token_mask_sl[1].nonzero()[0, 0])
+    sampler_sl, old_sl = (
+        torch.full_like(batch.sampler_logprob_sl, -2.0),
+        torch.full_like(batch.sampler_logprob_sl, -2.0),
+    )
+    sampler_sl[1, position] = -math.inf
+    given = dataclasses.replace(
+        batch,
+        sampler_logprob_sl=sampler_sl,
+        old_logprob_sl=old_sl,
+        keep_old_sl=torch.ones_like(batch.token_mask_sl),
+    )
+    ((result, _, _),) = run_ranks(train_on_rank, 1, config, given)
+    rejected = 0 if truncated else int(batch.token_mask_sl[1].sum())
+    assert result.metrics["tokens/dropped_sequence"] == rejected

@@ -16,7 +16,8 @@ from tests.split_cases import MODEL, Step, loss_and_gradient, row, step_of
 pytestmark = pytest.mark.megatron
 
 ICEPOP = {"correction": "icepop", "low": 0.5, "high": 5.0}
-SEQ_MASK = {"correction": "seq_mask_tis", "low": 0.5, "high": 5.0}
+SEQ_MASK = {"correction": "seq_mask_tis", "low": 0.5, "high": 5.0, "cap": 2.0}
+RAW = {"correction": "seq_mask_tis", "low": 0.5, "high": 5.0, "raw": True}
 SKIP = {"policy": "on_policy", "old_logprobs": "skip", "actor_denominator": "valid"}
 EXACT = {"actor_denominator": "retained_exact"}
 TIS = {"correction": "tis", "cap": 2.0}
@@ -39,6 +40,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             rf"loss.ratio_clip_c=3.0 does nothing under loss.policy={policy}.*Remove it, or set loss.policy",
         )
         for policy in ("cispo", "reinforce", "on_policy")
+    ),
+    # check_clip_bounds
+    *(
+        (
+            {"policy": policy, name: 0.1},
+            {},
+            rf"loss.{name}=0.1 does nothing under loss.policy={policy}.*Remove",
+        )
+        for policy in ("reinforce", "on_policy")
+        for name in ("ratio_clip_min", "ratio_clip_max")
     ),
     # check_sequence_ratio
     (
@@ -166,6 +177,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {**TIS, "cap": 0.0}, r"importance.cap=0.0: expected a positive number"),
     ({}, {**TIS, "cap": INF}, r"importance.cap=inf: expected a positive number"),
     ({}, {**TIS, "cap": NAN}, r"importance.cap=nan: expected a positive number"),
+    # check_raw_weights
+    (
+        {},
+        {"correction": "seq_mask_tis", "low": 0.5, "high": 5.0},
+        r"importance.correction=seq_mask_tis needs importance.cap.*Set importance.raw=true",
+    ),
+    ({}, {**RAW, "cap": 2.0}, r"importance.raw=true has no cap, and importance.cap=2.0.*Remove one"),
+    ({}, {**ICEPOP, "raw": True}, r"importance.raw=true does nothing under importance.correction=icepop"),
     # check_importance_statistic
     (
         {},
@@ -220,6 +239,7 @@ def test_refused(loss, importance, message):
         ({"kl_coef": 0.1, "kl_gradient": "plain", "kl_type": "abs"}, {}),
         ({}, {**SEQ_MASK, "cap": 0.5}),
         ({}, {**SEQ_MASK, "statistic": "sum"}),
+        ({}, RAW),
         ({}, {**ICEPOP, "low": 0.0, "high": 0.0}),
         ({}, {"correction": "sequence", "cap": 0.1}),
     ],
@@ -229,6 +249,17 @@ def test_what_does_something_is_accepted(loss, importance):
     config = load(loss, importance)
     assert {key: getattr(config.loss, key) for key in loss} == loss
     assert {key: getattr(config.importance, key) for key in importance} == importance
+
+
+@pytest.mark.parametrize("train", [{"epochs": 2}, {"minibatch_size": 64}])
+def test_on_policy_is_one_update_a_step(train):
+    """Ratio 1 by definition is wrong from the second update on: the policy has moved."""
+    values = {"model": MODEL, "loss": {"policy": "on_policy"}, "train": train}
+    key = next(iter(train))
+    with pytest.raises(ConfigError, match=rf"loss.policy=on_policy.*train.{key}=.*Set loss.policy=clip, or"):
+        load_run_config(values)
+    load_run_config({**values, "loss": {"policy": "reinforce"}})
+    load_run_config({**values, "train": {"minibatch_size": 128}})
 
 
 def one_token(ratio: float, advantage: float, **section: Any) -> Step:
@@ -326,10 +357,21 @@ def test_b50_every_key_does_something(key, loss, importance, other):
 
 
 def test_b50_no_key_is_left_out():
-    """A new key needs its line above. The two others say what is computed and shown."""
+    """A new key needs its line above. `raw` goes with no cap; the others say what is computed and shown."""
     keys = {f"loss.{field.name}" for field in dataclasses.fields(LossConfig)}
     keys |= {f"importance.{field.name}" for field in dataclasses.fields(ImportanceConfig)}
-    assert keys - {key for key, *_ in CHANGES} == {"loss.old_logprobs", "loss.entropy_metric"}
+    assert keys - {key for key, *_ in CHANGES} == {
+        "loss.old_logprobs",
+        "loss.entropy_metric",
+        "importance.raw",
+    }
+
+
+def test_raw_weights_have_no_cap():
+    """Weight e^1 under a cap of 2 and raw: 2 and 2.718282."""
+    for section, expected in ((SEQ_MASK, 2.0), (RAW, math.e)):
+        value, _, _ = loss_and_gradient(step_of([row(1, sampler=-1.0)], {}, section))
+        assert value == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_two_other_keys():

@@ -302,6 +302,15 @@ def test_every_token_left_for_one_reason(seed):
     assert sum(metrics[name] for name in WHY_LEFT) == int((step.batch.length_s - 1).sum())
 
 
+def test_the_k3_of_a_small_step_is_its_square_over_two():
+    """Log ratios of +-1e-4: 5e-9. ratio - 1 - log ratio in float32 would be the rounding of the ratio."""
+    rows = [row(1, x=-1.0 + sign * k * 2e-6, old=-1.0) for k in range(20, 60) for sign in (1, -1)]
+    metrics = loss_and_gradient(step_of(rows, {}))[2].metrics
+    gaps = [torch.tensor(one["x"][0]).sub(-1.0).double().item() for one in rows]
+    expected = sum(gap * gap / 2 for gap in gaps) / len(gaps)
+    assert metrics["ratio/kl_k3"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_an_empty_step_has_multipliers_of_zero():
     step = step_of([row(3, sample=False), row(2, sample=False)], section("seq_mean_token_mean", kl_coef=0.1))
     weights = weigh_step(step.batch, step.loss, step.importance, True, None)
@@ -309,3 +318,23 @@ def test_an_empty_step_has_multipliers_of_zero():
     for name in ("policy", "kl", "nll"):
         assert not getattr(weights, f"{name}_multiplier_sl").any()
     assert loss_and_gradient(step)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("importance", "weights"),
+    [
+        ({"correction": "tis", "cap": 2.0}, [2.0, 0.0, 1.0]),
+        ({"correction": "geometric", "cap": 8.0}, [math.sqrt(3.0), 0.0, math.sqrt(3.0)]),
+        ({"correction": "sequence", "cap": 8.0}, [3.0, 0.0, 3.0]),
+    ],
+)
+def test_a_token_outside_the_sampler_s_support_has_no_weight(importance, weights):
+    """A sampler logprob of -inf: the token leaves under its reason and stays in the denominator; the other
+    two of its sequence, of weights 3 and 1, are weighed as if it were not there.
+    """
+    rows = [row(3, sampler=[-LN(3), -math.inf, 0.0])]
+    value, gradient, part = loss_and_gradient(step_of(rows, section("token_mean"), importance))
+    assert flat(gradient) == pytest.approx([weight / 3 for weight in weights])
+    assert value == pytest.approx(sum(weights) / 3)
+    assert part.metrics["tokens/dropped_importance"] == part.metrics["importance/dropped"] == 1
+    assert part.num_retained == 3 and part.metrics["importance/nan"] == 0

@@ -248,6 +248,19 @@ def test_a_token_outside_the_samplers_support_is_counted_and_not_compared():
     assert far["mismatch/k3"] == pytest.approx((math.exp(20) - 21 + math.exp(-0.5) - 0.5) / 3, rel=1e-6)
 
 
+def test_a_nan_of_the_sampler_is_in_no_mean_and_counted():
+    """Where no correction reads it the step goes on, and one NaN would hide the mismatch of all others."""
+    metrics = make_step(
+        sampler=[[0.0, math.nan, -1.0, -2.0]] * 2,
+        old=[[0.0, -1.0, -1.5, -2.0]] * 2,
+        keep_old=[[1] * 4] * 2,
+        sample_mask=[1, 0],
+        log_mass=[[0.0] * 4] * 2,
+    )
+    assert metrics["mismatch/abs_mean"] == pytest.approx(0.25) and metrics["mismatch/abs_max"] == 0.5
+    assert metrics["mismatch/sampler_nan"] == 1.0 and math.isfinite(metrics["mismatch/k3"])
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e38])
 def test_a_reward_out_of_range_is_refused_where_it_is_graded(reward):
     """Before the ranks part: an estimator would refuse it on one rank alone, and the others would wait."""

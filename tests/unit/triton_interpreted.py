@@ -176,7 +176,8 @@ def test_a_long_nucleus_is_searched_with_the_kernels(passes, monkeypatch, ties):
     monkeypatch.setattr(triton_passes, "PASSES", dataclasses.replace(passes, pivot_sums=pivot_sums))
     logits = torch.cat([make_logits("flat", 2, 600, seed=1), make_logits("peaked", 2, 600, seed=1)])
     check_op(logits, torch.tensor([0, 599, 5, 300]), [SamplingSpec(top_p=0.9, temperature=0.7, ties=ties)], 3)
-    assert called and all(rows == [0, 1] for rows in called)
+    # Rows that are narrow enough drop out of the later passes; those that candidates settle are in none.
+    assert called and called[0] == [0, 1] and all(set(rows) <= {0, 1} for rows in called)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

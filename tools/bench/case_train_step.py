@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import statistics
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from rlcore.batch import TrainBatch
+from rlcore.batch import Prompt, TrainBatch
 from rlcore.collectives import Group, all_reduce_
 from rlcore.config import RunConfig, load_run_config
 from tools.bench.options import BenchOptions
@@ -35,6 +36,7 @@ ENTRANCES = (
     ("rlcore.ops.linear_head", "rows_gradient", "op_backward"),
     ("rlcore.ops.logprob", "rows_gradient", "op_backward"),
     ("megatron_worker.worker", "split_batch", "batch"),
+    ("megatron_worker.worker", "weigh_step", "batch"),
     ("megatron_worker.worker", "reduce_metrics", "metrics"),
 )
 PARTS = ("op_forward", "op_backward", "loss", "batch", "metrics")
@@ -105,7 +107,7 @@ def train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row
     worker = MegatronWorker(_config(options, vocab_size))
     spans, steps = Spans(), []
     try:
-        batch = _batch(options.tokens, vocab_size, worker.device)
+        batch = _batch(worker, options.tokens, vocab_size)
         with timed_entrances(spans):
             for _ in range(options.repeats + 1):
                 spans.take()
@@ -138,36 +140,44 @@ def _config(options: BenchOptions, vocab_size: int) -> RunConfig:
             },
             "parallel": {"tp": options.tp, "backend": "cuda" if options.device == "cuda" else "cpu"},
             "sampling": {"top_k": 50, "top_p": 0.95},
-            # The batch has no old logprobs: the ratio is 1, and nothing is known of what the old policy kept.
-            "loss": {"actor_denominator": "valid"},
+            # The update runs and moves nothing, so that every step is the same and its ratios are 1.
+            "optimizer": {"lr": 0.0},
             "train": {"microbatch_size": MICROBATCH_SEQUENCES},
         }
     )
 
 
-def _batch(num_tokens: int, vocab_size: int, device: torch.device) -> TrainBatch:
-    """Random sequences, the second half of each a response; every token counts."""
+def _batch(worker: Any, num_tokens: int, vocab_size: int) -> TrainBatch:
+    """Random prompts and responses that the worker's own policy drew, each half a sequence; scored."""
+    from rlcore.rollout.policy_sampler import PolicySampler
+
     generator = torch.Generator().manual_seed(0)
-    rows = max(1, num_tokens // SEQUENCE_LENGTH)
-    shape = (rows, SEQUENCE_LENGTH)
-    token_mask_sl = (torch.arange(SEQUENCE_LENGTH) >= SEQUENCE_LENGTH // 2).expand(shape).contiguous()
-    advantage_sl = torch.where(token_mask_sl, torch.randn(shape, generator=generator), 0.0)
-    return TrainBatch(
-        ids_sl=torch.randint(0, vocab_size, shape, generator=generator).to(device),
-        length_s=torch.full((rows,), SEQUENCE_LENGTH, device=device),
-        token_mask_sl=token_mask_sl.to(device),
-        sample_mask_s=torch.ones(rows, dtype=torch.bool, device=device),
-        advantage_sl=advantage_sl.to(device),
-        sampler_logprob_sl=torch.zeros(shape, device=device),
+    half, num_rows = SEQUENCE_LENGTH // 2, max(1, num_tokens // SEQUENCE_LENGTH)
+    prompts = [
+        Prompt(ids=torch.randint(0, vocab_size, (half,), generator=generator).tolist(), group_id=row)
+        for row in range(num_rows)
+    ]
+    sampler = PolicySampler(worker.decoder, worker.spec, 0, half, SEQUENCE_LENGTH)
+    rollout = sampler.generate(prompts, 1, seed=0)
+    noise_sl = torch.randn(rollout.ids_sl.shape, generator=generator).to(worker.device)
+    batch = TrainBatch(
+        ids_sl=rollout.ids_sl,
+        length_s=rollout.length_s,
+        token_mask_sl=rollout.token_mask_sl,
+        sample_mask_s=torch.ones_like(rollout.finished_s),
+        advantage_sl=torch.where(rollout.token_mask_sl, noise_sl, 0.0),
+        sampler_logprob_sl=rollout.sampler_logprob_sl,
     )
+    old = worker.logprobs(batch)
+    return dataclasses.replace(batch, old_logprob_sl=old.logprob_sl, keep_old_sl=old.keep_sl)
 
 
 def _check_metrics(metrics: Mapping[str, float]) -> None:
-    """Without old logprobs the ratio of every trained token is 1, so the step is what it should be."""
+    """The old logprobs are those of the same weights: the ratio of every trained token is 1."""
     grad_norm = metrics["optimizer/grad_norm"]
     if not (math.isfinite(metrics["loss/total"]) and math.isfinite(grad_norm) and grad_norm > 0):
         raise CheckFailed(f"train_step: loss {metrics['loss/total']}, gradient norm {grad_norm}")
-    if abs(metrics["ratio/mean"] - 1) > 1e-6:
+    if abs(metrics["ratio/mean"] - 1) > 1e-5:
         raise CheckFailed(f"train_step: a mean ratio of {metrics['ratio/mean']}, expected 1")
 
 

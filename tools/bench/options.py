@@ -13,14 +13,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_TOKENS = {
     "op": 256,
     "scaling": 32,
-    "fused": 256,
+    "fused": 1024,
     "replay": 256,
     "loss": 131_072,
     "transport": 131_072,
     "train_step": 1024,
     "real": 256,
 }
-DEFAULT_REPEATS = {"op": 4, "scaling": 3, "fused": 5, "replay": 3, "real": 4}
+DEFAULT_REPEATS = {"op": 4, "scaling": 3, "fused": 2, "replay": 3, "real": 4}
 OTHER_REPEATS = 10
 
 
