@@ -1,0 +1,109 @@
+"""`rlcore check`'s comparison: right layouts pass, and every planted fault is found."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from rlcore.cli.compose import compose_run_config
+from tests.megatron.planted_faults import FAULTS, TEMPERATURE, planted
+from tests.rank_pool import run_ranks
+
+pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
+
+def make_problem(layout_values, *words):
+    """The tiny config of a layout and the layout. Grouped queries, a tied head and QKV bias unless the words
+    say otherwise; a KL term, so that the loss reads every mask."""
+    from megatron_worker.check_problem import CheckLayout, tiny_config
+
+    layout = CheckLayout(**layout_values)
+    given = [
+        "model.num_query_groups=4",
+        "model.num_attention_heads=8",
+        "model.tie_word_embeddings=true",
+        "model.qkv_bias=true",
+        f"sampling.temperature={TEMPERATURE}",
+        "loss.kl_coef=0.1",
+        *(f"parallel.{name}=1" for name in ("tp", "pp")),
+    ]
+    return tiny_config(compose_run_config("demo", [*given, *words]), layout), layout
+
+
+def reference_on_rank(rank, world_size, config, layout):
+    from megatron_worker.layout_check import measure_reference
+
+    return measure_reference(config, layout)
+
+
+def compare_on_rank(rank, world_size, config, reference, fault):
+    from megatron_worker.layout_check import compare_layout
+
+    with planted(fault):
+        return compare_layout(config, reference)
+
+
+@functools.cache
+def cached_reference(layout_values, words):
+    config, layout = make_problem(dict(layout_values), *words)
+    return run_ranks(reference_on_rank, 1, config, layout)[0]
+
+
+def differences(layout_values, *words, fault=None):
+    """What every rank says; all say the same."""
+    config, layout = make_problem(layout_values, *words)
+    reference = cached_reference(tuple(sorted(layout_values.items())), words)
+    every = run_ranks(compare_on_rank, layout.world_size, config, reference, fault)
+    assert all(
+        [(line.quantity, line.largest) for line in lines] == [(line.quantity, line.largest) for line in every[0]]
+        for lines in every
+    )
+    return every[0]
+
+
+SP = {"sequence_parallel": True}
+LAYOUTS = [
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "packed": True, **SP},
+    {"tp": 2, "cp": 2, **SP},
+    {"pp": 2, "cp": 2},
+    {"dp": 2, "cp": 2},
+    {"tp": 4, **SP},
+    {"tp": 4, "packed": True, **SP},
+]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_right_layout_differs_by_rounding(layout, tied):
+    lines = differences(layout, f"model.tie_word_embeddings={tied}")
+    assert [line.quantity for line in lines if not line.ok] == []
+    # The lines are there, and hold something: no two layouts round alike.
+    quantities = {line.quantity for line in lines}
+    assert {"loss scale", "logprob", "keep", "log mass", "step taken", "loss", "metrics"} < quantities
+    assert ("gradient lm_head.weight" in quantities) == (tied == "false")
+    assert "gradient layers.*.self_attn.k_proj.bias" in quantities
+    assert max(line.largest for line in lines) > 0.0
+
+
+def test_the_problem_holds_every_kind_of_token():
+    """Otherwise a layout would pass on an easy batch."""
+    for layout in LAYOUTS:
+        metrics = cached_reference(tuple(sorted(layout.items())), ("model.tie_word_embeddings=true",)).step.metrics
+        for name in ("sample_masked", "dropped_keep_old", "dropped_keep", "trained", "prompt"):
+            assert metrics[f"tokens/{name}"] > 0, (layout, name)
+        assert metrics["ratio/clipped_low"] > 0 and metrics["ratio/clipped_high"] > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    """By the quantity that it should show in; the same layout without it passes."""
+    _, layout, quantity = FAULTS[fault]
+    wrong = {line.quantity: line.largest for line in differences(layout, fault=fault) if not line.ok}
+    assert quantity in wrong, (fault, wrong)
+    assert [line for line in differences(layout) if not line.ok] == [], "the plant is taken out again"
+
+
+def test_the_list_of_faults_is_long_enough():
+    assert len(FAULTS) >= 10
