@@ -44,10 +44,6 @@ def microbatches_left_out():
     )
 
 
-class _Late(torch.Tensor):
-    """A column that was not shifted on the whole sequence."""
-
-
 @contextlib.contextmanager
 def targets_shifted_after_the_split():
     """Each CP rank shifts what it holds: wrong at every seam of its chunks."""
@@ -103,9 +99,12 @@ def unpadded_cu_seqlens():
     right = forward_step.packed_seq_params
 
     def planted(layout):
-        boundaries = layout.cu_seqlens.clone()
-        # What is left of the row goes to the last sequence, or the lengths would not add up and be refused.
+        # To what zig-zag can cut, and the rest of the row to the last sequence: lengths that do not add up or
+        # divide are refused, and a fault that is refused proves nothing.
+        multiple = 2 * layout.cp_size
+        boundaries = layout.cu_seqlens // multiple * multiple
         boundaries[-1] = layout.cu_seqlens_padded[-1]
+        boundaries = boundaries.unique_consecutive()
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         longest = int((boundaries[1:] - boundaries[:-1]).max())
         changed = dict.fromkeys(names, boundaries) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
@@ -137,10 +136,11 @@ def temperature_twice():
 
 @contextlib.contextmanager
 def keep_old_ignored():
-    """-inf of the old pass becomes 0 and its tokens stay in the loss."""
-    from megatron_worker import microbatch_loss
+    """-inf of the old pass becomes 0 and its tokens stay in the loss and its denominator."""
+    from megatron_worker import forward_step
+    from rlcore import step_weights
 
-    right = microbatch_loss.microbatch_loss
+    right, counted = forward_step.microbatch_loss, step_weights.retained_mask
 
     def planted(microbatch, scores, loss, cp_group=None):
         old_t = torch.nan_to_num(microbatch.old_logprob_t, neginf=0.0)
@@ -148,9 +148,13 @@ def keep_old_ignored():
         changed = dataclasses.replace(microbatch, old_logprob_t=old_t, keep_old_t=everything_t)
         return right(changed, scores, loss, cp_group)
 
-    from megatron_worker import forward_step
+    def planted_count(token_mask_sl, sample_mask_sl, keep_old_sl, sequence_keep_sl):
+        return counted(token_mask_sl, sample_mask_sl, torch.ones_like(keep_old_sl), sequence_keep_sl)
 
-    with mock.patch.object(forward_step, "microbatch_loss", planted):
+    with (
+        mock.patch.object(forward_step, "microbatch_loss", planted),
+        mock.patch.object(step_weights, "retained_mask", planted_count),
+    ):
         yield
 
 
@@ -170,9 +174,7 @@ def zigzag_chunks_swapped():
             start += length // cp_size
         return torch.cat(swapped)
 
-    # Attention keeps the layouts of earlier microbatches, of this process's earlier tests too. It knows
-    # Megatron's order by itself, as Transformer Engine does.
-    attention._zigzag.cache_clear()
+    # Attention knows Megatron's order by itself, as Transformer Engine's does.
     own = {}
 
     def right_order(padded_lengths, cp_size, device):
