@@ -172,17 +172,23 @@ def single_process(config: RunConfig) -> RunConfig:
 
 def token_budget(layout: CheckLayout) -> int | None:
     """Tokens of a packed microbatch: the least that needs no more than the microbatches asked for on any
-    data-parallel rank. None without packing.
+    data-parallel rank. None without packing. `ValueError` for a given budget that a sequence does not fit.
     """
-    if not layout.packs or layout.token_budget is not None:
+    if not layout.packs:
+        return None
+
+    def num_rows(budget: int) -> int:
+        """Of the data-parallel rank that needs most."""
+        shares = _lengths(layout).view(layout.dp, -1)
+        sizes = {"cp_size": layout.cp, "tp_size": layout.sp_size}
+        return max(len(balance(own, budget, **sizes)) for own in shares)
+
+    if layout.token_budget is not None:
+        num_rows(layout.token_budget)
         return layout.token_budget
     multiple = length_multiples(layout.cp, layout.sp_size)[1]
-    lengths = _lengths(layout).view(layout.dp, -1)
     budget = -(-LENGTH // multiple) * multiple
-    while any(
-        len(balance(own, budget, cp_size=layout.cp, tp_size=layout.sp_size)) > layout.num_microbatches
-        for own in lengths
-    ):
+    while num_rows(budget) > layout.num_microbatches:
         budget += multiple
     return budget
 

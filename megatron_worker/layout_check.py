@@ -7,9 +7,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -255,21 +256,23 @@ def _as_distance(gap: float) -> float:
     return gap if gap == gap else torch.inf
 
 
-def _rows(value, rows: slice):
-    """These rows of every field of a `TrainBatch` or `ScoredTokens`."""
+Tokens = TypeVar("Tokens", TrainBatch, ScoredTokens)
+
+
+def _rows(value: Tokens, rows: slice) -> Tokens:
     return _map(value, lambda tensor: tensor[rows])
 
 
-def _on_cpu(value):
+def _on_cpu(value: Tokens) -> Tokens:
     return _map(value, lambda tensor: tensor.cpu())
 
 
-def _on_device(value, device: torch.device):
+def _on_device(value: Tokens, device: torch.device) -> Tokens:
     return _map(value, lambda tensor: tensor.to(device))
 
 
-def _map(value, change):
-    """The dataclass with `change` applied to its tensors."""
+def _map(value: Tokens, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+    """The same with `change` applied to every tensor."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return type(value)(**{name: item if item is None else change(item) for name, item in fields.items()})
 

@@ -7,6 +7,17 @@ before the first step.
 The toy: every stage computes its part of the model, multiplies it by 0 and adds the sum of one of its weights
 to what it got from the stage before; the last one weighs the result. So each element of that weight has a
 gradient known exactly, on every stage, whatever the model computes.
+
+In a Megatron job of your own (one model chunk a rank), before its first step, on every rank:
+
+    def forward_step_part(model, tokens):                     # what your forward step returns first
+        return model(tokens, positions, None)
+
+    def loss_part(loss, num_tokens):                          # what your loss function returns
+        return scaled_loss("three_values", loss, num_tokens, {}, num_microbatches, groups)
+
+    check_loss_scale(ScaleProbe(model=ddp_model, groups=parallel_groups(), data=[tokens] * num_microbatches,
+        shape=tuple(tokens.shape), run_stage=forward_step_part, loss_return=loss_part))
 """
 
 from __future__ import annotations
@@ -199,7 +210,7 @@ def _closed_form(probe: ScaleProbe, weight: torch.nn.Parameter) -> float:
         # Finalisation adds up what the TP ranks, each with tokens of its own, say of such a weight.
         total *= probe.groups.tp_size
     scale = probe.model.config.grad_scale_func
-    return total if scale is None else total * float(scale(torch.ones(1)))
+    return total if scale is None else total * float(scale(torch.ones(1, device=weight.device)))
 
 
 def _suspect(factor: float, probe: ScaleProbe) -> str:

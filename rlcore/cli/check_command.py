@@ -138,7 +138,9 @@ def report(lines: Sequence[Mapping[str, Any]], title: str, json_file: str | None
     (console if console.is_terminal else Console(width=_WIDTH)).print(table)
     if json_file is not None:
         # JSON has no infinity.
-        finite = [{**line, "largest": line["largest"] if line["largest"] < math.inf else None} for line in lines]
+        finite = [
+            {**line, "largest": line["largest"] if line["largest"] < math.inf else None} for line in lines
+        ]
         Path(json_file).write_text(
             json.dumps({"layout": title, "lines": finite}, indent=1) + "\n", encoding="utf-8"
         )
@@ -154,12 +156,14 @@ def describe(config: RunConfig, layout: Any) -> str:
     """One line: the layout and the tiny model."""
     sizes = " x ".join(f"{name.upper()}{getattr(layout, name)}" for name in _SIZES)
     model, budget = config.model, config.train.token_budget
-    rows = "padded rows" if budget is None else f"packed rows of {budget} tokens"
+    rows = "padded rows" if budget is None else f"packed rows of at most {budget} tokens"
+    if layout.token_budget is None:
+        rows = f"{layout.num_microbatches} microbatches, {rows}"
     tied = "tied" if model.tie_word_embeddings else "untied"
     return (
-        f"{sizes}{' + sequence parallel' if layout.sequence_parallel else ''}, {layout.num_microbatches} "
-        f"microbatches, {rows}; {model.num_layers} layers, {model.num_attention_heads} heads on "
-        f"{model.num_query_groups} key/value heads, {tied} head, {'' if model.qkv_bias else 'no '}QKV bias"
+        f"{sizes}{' + sequence parallel' if layout.sequence_parallel else ''}, {rows}; "
+        f"{model.num_layers} layers, {model.num_attention_heads} heads on {model.num_query_groups} "
+        f"key/value heads, {tied} head, {'' if model.qkv_bias else 'no '}QKV bias"
     )
 
 
@@ -172,8 +176,8 @@ def _run_rank(args: argparse.Namespace) -> int:
         num_processes = launch.world_size(os.environ)
         if num_processes != layout.world_size:
             raise ValueError(
-                f"{num_processes} processes were started and the layout takes {layout.world_size}. Start that "
-                "many, or change --tp, --pp, --cp, --dp."
+                f"{num_processes} processes were started and the layout takes {layout.world_size}. Start "
+                "so many, or change --tp, --pp, --cp, --dp."
             )
         from megatron_worker.layout_check import check_on_rank
 

@@ -31,7 +31,9 @@ def dp_size_left_out():
     from megatron_worker import forward_step
 
     return mock.patch.object(
-        forward_step, "cancel_megatron_scaling", lambda loss, num_microbatches, dp_size: loss * num_microbatches
+        forward_step,
+        "cancel_megatron_scaling",
+        lambda loss, num_microbatches, dp_size: loss * num_microbatches,
     )
 
 
