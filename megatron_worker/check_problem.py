@@ -22,10 +22,12 @@ HEAD_DIM = 8
 FFN_PER_RANK = 24
 LENGTH = 12
 """Tokens of the longest sequence."""
-MIN_SEQUENCES = 8
+MIN_SEQUENCES = 16
 POSITIONS = 32
 DROPPED_SHARE = 0.1
 """Of the old pass's tokens: those that it dropped although the policy keeps them."""
+KEPT_SHARE = 0.6
+"""Of the tiny vocabulary: what its top-k keeps."""
 NOISE = 0.6
 """Standard deviation of old against current logprob: enough for ratios on both sides of every clip."""
 
@@ -82,7 +84,7 @@ class CheckLayout:
 def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
     """The run's config with a tiny model of its architecture in float32, cut as `layout` says.
 
-    Loss, sampling (top-k within the tiny vocabulary) and importance correction stay the run's. Gradients are
+    Loss, sampling (its top-k is a share of the tiny vocabulary) and importance correction stay the run's. Gradients are
     read after the step, so nothing clips them and no optimizer shards them. `ValueError` for a layout that
     the run's own architecture does not allow.
     """
@@ -248,8 +250,9 @@ def _lengths(layout: CheckLayout) -> torch.Tensor:
 
 
 def _within_vocabulary(sampling: SamplingConfig, vocab_size: int) -> SamplingConfig:
-    """A top-k that cuts the tiny vocabulary where the run's cuts its own."""
-    top_k = sampling.spec().effective_top_k
-    if top_k is None:
+    """A top-k of the tiny vocabulary where the run has one of its own. The tiny model is all but uniform and
+    the batch's ids are random, so a share of them stays in the support and a share leaves it.
+    """
+    if sampling.spec().effective_top_k is None:
         return sampling
-    return dataclasses.replace(sampling, top_k=min(top_k, vocab_size // 2))
+    return dataclasses.replace(sampling, top_k=int(KEPT_SHARE * vocab_size))

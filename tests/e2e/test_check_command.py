@@ -104,9 +104,9 @@ def test_the_layout_of_a_config_and_one_by_sizes():
     words = ["check", "--tp", "4", "--sp", "--microbatches", "3", "model.num_query_groups=4"]
     config, layout = check_command.check_problem_of(parse(words))
     assert config.parallel.sequence_parallel and config.train.token_budget is None
-    assert config.sequences_per_step == 9 and config.train.microbatch_size == 3
+    assert config.sequences_per_step == 18 and config.train.microbatch_size == 6
     # The run's loss and distribution, on a vocabulary that TP does not divide.
-    assert config.model.vocab_size == 41 and config.sampling.top_k == 12 and config.sampling.temperature == 1
+    assert config.model.vocab_size == 41 and config.sampling.top_k == 24 and config.sampling.temperature == 1
     _, layout = check_command.check_problem_of(parse(["check", "--token-budget", "64"]))
     assert layout.packs and layout.token_budget == 64
 

@@ -19,16 +19,19 @@ def make_problem(layout_values, *words):
     from megatron_worker.check_problem import CheckLayout, tiny_config
 
     layout = CheckLayout(**layout_values)
-    given = [
-        "model.num_query_groups=4",
-        "model.num_attention_heads=8",
-        "model.tie_word_embeddings=true",
-        "model.qkv_bias=true",
-        f"sampling.temperature={TEMPERATURE}",
-        "loss.kl_coef=0.1",
-        *(f"parallel.{name}=1" for name in ("tp", "pp")),
-    ]
-    return tiny_config(compose_run_config("demo", [*given, *words]), layout), layout
+    values = {
+        "model.num_query_groups": "4",
+        "model.num_attention_heads": "8",
+        "model.tie_word_embeddings": "true",
+        "model.qkv_bias": "true",
+        "sampling.temperature": str(TEMPERATURE),
+        "loss.kl_coef": "0.1",
+        "parallel.tp": "1",
+        "parallel.pp": "1",
+    }
+    values |= dict(word.split("=") for word in words)
+    given = [f"{key}={value}" for key, value in values.items()]
+    return tiny_config(compose_run_config("demo", given), layout), layout
 
 
 def reference_on_rank(rank, world_size, config, layout):
@@ -70,6 +73,7 @@ LAYOUTS = [
     {"tp": 2, "cp": 2, **SP},
     {"pp": 2, "cp": 2},
     {"dp": 2, "cp": 2},
+    {"dp": 2, "tp": 2, "num_microbatches": 3},
     {"tp": 4, **SP},
     {"tp": 4, "packed": True, **SP},
 ]
@@ -97,6 +101,32 @@ def test_the_problem_holds_every_kind_of_token():
         for name in ("sample_masked", "dropped_keep_old", "dropped_keep", "trained", "prompt"):
             assert metrics[f"tokens/{name}"] > 0, (layout, name)
         assert metrics["ratio/clipped_low"] > 0 and metrics["ratio/clipped_high"] > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("loss.policy=gspo", "loss.aggregation=seq_mean_token_mean"),
+        ("loss.actor_denominator=retained_exact", "loss.kl_coef=0"),
+        ("importance.correction=tis", "importance.cap=1.1"),
+        ("loss.aggregation=seq_mean_token_mean",),
+    ],
+    ids=str,
+)
+def test_what_is_compared_is_the_loss_of_the_run(words):
+    """Every rank split at once: TP, sequences over CP, and a loss that is not the default one."""
+    layout = {"tp": 2, "cp": 2, **SP}
+    assert [line for line in differences(layout, *words) if not line.ok] == []
+    key = tuple(sorted(layout.items()))
+    default, own = (cached_reference(key, given).step.metrics["loss/total"] for given in ((), words))
+    assert abs(own - default) > 1e-4
+
+
+def test_the_fused_head_is_checked_where_the_run_has_it():
+    layout = {"tp": 2, "pp": 2, **SP}
+    config, _ = make_problem(layout, "model.fused_head=true")
+    assert config.model.fused_head and config.model.fused_head_tokens == 7
+    assert [line for line in differences(layout, "model.fused_head=true") if not line.ok] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)
