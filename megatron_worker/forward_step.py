@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +40,42 @@ def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: 
     data parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
     """
     return loss * (num_microbatches * dp_size)
+
+
+LossRegime = Literal["two_values", "three_values", "per_token"]
+"""What a loss function returns and Megatron makes of it. `two_values`: `(loss, report)`. `three_values`:
+`(loss, num_tokens, report)`, an average of each microbatch. `per_token`: the same under
+`calculate_per_token_loss`.
+"""
+
+
+def scaled_loss(
+    regime: LossRegime,
+    loss: torch.Tensor,
+    num_tokens: torch.Tensor,
+    report: Any,
+    num_microbatches: int,
+    groups: ParallelGroups,
+) -> tuple:
+    """What a loss function returns so that gradients are those of the plain sum of `loss` over microbatches
+    and DP x CP ranks; `per_token`: of that sum over the sum of `num_tokens`.
+
+    Shapes: `loss`, `num_tokens` 0-dim. Collectives: none. Source: Megatron-core's `forward_step_calc_loss`
+    and `finalize_model_grads` (0.16.1).
+    """
+    if regime == "two_values":
+        return cancel_megatron_scaling(loss, num_microbatches, groups.dp_size), report
+    if regime == "per_token":
+        # The schedule scales nothing, finalisation divides by the counts of all microbatches and ranks.
+        return loss, num_tokens, report
+    # The schedule divides by both counts and knows no CP; data parallelism averages over DP x CP.
+    factor = num_microbatches * groups.dp_size * groups.cp_size
+    return loss * (num_tokens.clamp(min=1) * factor), num_tokens, report
+
+
+def loss_regime(loss: LossConfig) -> LossRegime:
+    """The regime of a run of ours."""
+    return "per_token" if divides_by_exact_count(loss) else "two_values"
 
 
 def divides_by_exact_count(loss: LossConfig) -> bool:
@@ -164,8 +200,8 @@ def make_train_step(
 
     def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
         value, report = head.loss(model, output, microbatch, spec, loss)
-        if divides_by_exact_count(loss):
-            return value, report.num_trained, report
-        return cancel_megatron_scaling(value, num_microbatches, head.groups.dp_size), report
+        return scaled_loss(
+            loss_regime(loss), value, report.num_trained, report, num_microbatches, head.groups
+        )
 
     return train_step

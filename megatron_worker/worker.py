@@ -18,11 +18,14 @@ from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
     OutputHead,
     divides_by_exact_count,
+    loss_regime,
     make_scoring_step,
     make_train_step,
+    scaled_loss,
 )
 from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
+from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
 from megatron_worker.microbatches import check_splits, join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
@@ -90,6 +93,8 @@ class MegatronWorker:
         self.model.config.finalize_model_grads_func = finalize_model_grads
         self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.decoder = MegatronDecoder(self.model, self.arch, config.parallel, self.groups)
+        if config.train.check_loss_scale:
+            check_loss_scale(self.scale_probe())
 
     def _new_stage(self) -> GPTModel:
         """This rank's stage with the run's initial weights."""
@@ -101,6 +106,24 @@ class MegatronWorker:
         else:
             initialize_from_seed(model, self.arch, config.seed, self.groups)
         return model
+
+    def scale_probe(self) -> ScaleProbe:
+        """The loss-scale self-test of this run: its own stage, loss regime and number of microbatches."""
+        data = tiny_microbatches(self.config, self.groups, self.device)
+        rows, length = data[0].input_ids_bl.shape
+
+        def loss_return(loss: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
+            regime = loss_regime(self.config.loss)
+            return scaled_loss(regime, loss, num_tokens, {}, len(data), self.groups)
+
+        return ScaleProbe(
+            model=self.model,
+            groups=self.groups,
+            data=data,
+            shape=(rows, length),
+            run_stage=self.head.run,
+            loss_return=loss_return,
+        )
 
     def logprobs(self, batch: TrainBatch) -> ScoredTokens:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""

@@ -259,6 +259,10 @@ class TrainConfig:
     """Pack sequences into rows of at most this many tokens a microbatch, over all context-parallel ranks;
     `microbatch_size` then plays no part. None: padded rows of `microbatch_size` sequences.
     """
+    check_loss_scale: bool = True
+    """Before the first step, run a toy loss through the schedule and compare its gradient with the closed
+    form: a loss scaled wrongly is an error, not a worse run.
+    """
     minibatch_size: int | None = None
     """Sequences per optimizer step over the whole run; None: all of a step's."""
     epochs: int = 1

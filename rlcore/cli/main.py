@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from rlcore.cli.bench_command import add_bench_parser
+from rlcore.cli.check_command import add_check_parser
 
 USER_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -24,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.command == "train":
             code = run_train(args, words)
+        elif args.command == "check":
+            from rlcore.cli.check_command import run_check
+
+            code = run_check(args, words)
         elif args.command == "bench":
             from rlcore.cli.bench_command import run_bench
 
@@ -58,13 +63,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     train.add_argument("--nproc", type=int, help="processes to start on this machine (the config's nproc)")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in run_dir")
     train.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    add_check_parser(commands)
     add_bench_parser(commands)
     plot = commands.add_parser("plot", help="draw the pictures of a run again")
     plot.add_argument("run", help="run folder")
     # Options and key=value words may come in any order, which argparse's positional lists do not allow.
     args, rest = parser.parse_known_args(words)
     options = [word for word in rest if word.startswith("-")]
-    if options or (rest and args.command != "train"):
+    if options or (rest and args.command not in ("train", "check")):
         parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
     args.overrides = rest
     return args

@@ -1,0 +1,258 @@
+"""The problem of `rlcore check`: a run's architecture, loss and sampling made tiny, and a batch with every
+kind of token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_worker.architecture import Architecture, architecture_from_config, architecture_from_hf
+from megatron_worker.model_setup import check_layout
+from rlcore.batch import ScoredTokens, TrainBatch
+from rlcore.config import ModelConfig, ParallelConfig, RunConfig, SamplingConfig
+from rlcore.config_rules import check_run_config
+from rlcore.layout.balancing import balance
+from rlcore.layout.packing import length_multiples
+
+HEAD_DIM = 8
+FFN_PER_RANK = 24
+LENGTH = 12
+"""Tokens of the longest sequence."""
+MIN_SEQUENCES = 16
+POSITIONS = 32
+DROPPED_SHARE = 0.1
+"""Of the old pass's tokens: those that it dropped although the policy keeps them."""
+KEPT_SHARE = 0.6
+"""Of the tiny vocabulary: what its top-k keeps."""
+NOISE = 0.6
+"""Standard deviation of old against current logprob: enough for ratios on both sides of every clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckLayout:
+    """The layout to check."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    cp: int = 1
+    """Context parallel size."""
+    dp: int = 1
+    """Data parallel size."""
+    sequence_parallel: bool = False
+    """See `ParallelConfig`."""
+    num_microbatches: int = 2
+    """Microbatches of each data-parallel rank; packed: at most."""
+    packed: bool = False
+    """Packed rows; always so where cp > 1."""
+    token_budget: int | None = None
+    """Packed rows of so many tokens. None: what gives `num_microbatches`."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "dp", "num_microbatches", "token_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: expected a count of at least 1.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def packs(self) -> bool:
+        """Are sequences laid end to end?"""
+        return self.packed or self.cp > 1 or self.token_budget is not None
+
+    @property
+    def num_sequences(self) -> int:
+        """S over all data-parallel ranks."""
+        rows = self.dp * self.num_microbatches
+        return rows * max(2, -(-MIN_SEQUENCES // rows))
+
+    @property
+    def sp_size(self) -> int:
+        """What sequence parallelism cuts tokens by; 1 without."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
+    """The run's config with a tiny model of its architecture in float32, cut as `layout` says.
+
+    Loss, sampling (its top-k is a share of the tiny vocabulary) and importance correction stay the run's. Gradients are
+    read after the step, so nothing clips them and no optimizer shards them. `ValueError` for a layout that
+    the run's own architecture does not allow.
+    """
+    arch = (
+        architecture_from_hf(run.model.hf_path)
+        if run.model.hf_path
+        else architecture_from_config(run.model, run.model.vocab_size or 1)
+    )
+    parallel = dataclasses.replace(
+        run.parallel,
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        distributed_optimizer=False,
+    )
+    check_layout(arch, parallel)
+    model = tiny_model(arch, layout, run.model)
+    assert model.vocab_size is not None
+    config = dataclasses.replace(
+        run,
+        nproc=layout.world_size,
+        model=model,
+        parallel=parallel,
+        sampling=_within_vocabulary(run.sampling, model.vocab_size),
+        loss=dataclasses.replace(run.loss, entropy_metric=True),
+        rollout=dataclasses.replace(
+            run.rollout,
+            prompts_per_step=layout.dp,
+            samples_per_prompt=layout.num_sequences // layout.dp,
+            max_new_tokens=LENGTH,
+        ),
+        optimizer=dataclasses.replace(run.optimizer, clip_grad=0.0, warmup_steps=0),
+        train=dataclasses.replace(
+            run.train,
+            steps=3,
+            epochs=1,
+            minibatch_size=None,
+            microbatch_size=layout.num_sequences // (layout.dp * layout.num_microbatches),
+            token_budget=token_budget(layout),
+            # The check has a line of its own for it.
+            check_loss_scale=False,
+        ),
+    )
+    check_run_config(config)
+    return config
+
+
+def tiny_model(arch: Architecture, layout: CheckLayout, run: ModelConfig) -> ModelConfig:
+    """The smallest model with the parts of `arch` that `layout` cuts. Its vocabulary does not divide by TP,
+    so there are padding rows.
+    """
+    groups = 1 if arch.num_query_groups == 1 else max(2, layout.tp)
+    heads = groups * (arch.num_attention_heads // arch.num_query_groups)
+    return ModelConfig(
+        vocab_size=max(21, 10 * layout.tp + 1),
+        num_layers=max(2, layout.pp),
+        hidden_size=heads * HEAD_DIM,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        ffn_hidden_size=FFN_PER_RANK * layout.tp,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=arch.tie_word_embeddings,
+        qkv_bias=arch.qkv_bias,
+        rope_theta=arch.rope_theta,
+        rms_norm_eps=arch.rms_norm_eps,
+        fused_head=run.fused_head,
+        # Several chunks a microbatch.
+        fused_head_tokens=min(run.fused_head_tokens, 7),
+    )
+
+
+def single_process(config: RunConfig) -> RunConfig:
+    """The same problem on one process: one padded microbatch, nothing cut."""
+    rollout = config.rollout
+    return dataclasses.replace(
+        config,
+        nproc=1,
+        parallel=ParallelConfig(backend=config.parallel.backend, timeout_s=config.parallel.timeout_s),
+        train=dataclasses.replace(
+            config.train,
+            token_budget=None,
+            microbatch_size=rollout.prompts_per_step * rollout.samples_per_prompt,
+        ),
+    )
+
+
+def token_budget(layout: CheckLayout) -> int | None:
+    """Tokens of a packed microbatch: the least that needs no more than the microbatches asked for on any
+    data-parallel rank. None without packing. `ValueError` for a given budget that a sequence does not fit.
+    """
+    if not layout.packs:
+        return None
+
+    def num_rows(budget: int) -> int:
+        """Of the data-parallel rank that needs most."""
+        shares = _lengths(layout).view(layout.dp, -1)
+        sizes = {"cp_size": layout.cp, "tp_size": layout.sp_size}
+        return max(len(balance(own, budget, **sizes)) for own in shares)
+
+    if layout.token_budget is not None:
+        num_rows(layout.token_budget)
+        return layout.token_budget
+    multiple = length_multiples(layout.cp, layout.sp_size)[1]
+    budget = -(-LENGTH // multiple) * multiple
+    while num_rows(budget) > layout.num_microbatches:
+        budget += multiple
+    return budget
+
+
+def plain_batch(config: RunConfig, layout: CheckLayout) -> TrainBatch:
+    """The whole batch without old logprobs: uneven lengths, advantages of both signs, and the last two
+    samples masked.
+    """
+    assert config.model.vocab_size is not None
+    generator = torch.Generator().manual_seed(config.seed + 1)
+    length_s = _lengths(layout)
+    num_sequences = layout.num_sequences
+    prompt_s = 1 + (torch.arange(num_sequences) * 3) % (length_s - 1).clamp(max=5)
+    position_l = torch.arange(LENGTH)
+    token_mask_sl = (position_l >= prompt_s[:, None]) & (position_l < length_s[:, None])
+    advantage_s = torch.randn(num_sequences, 1, generator=generator).abs() + 0.1
+    advantage_s[1::2] *= -1
+    return TrainBatch(
+        ids_sl=torch.randint(0, config.model.vocab_size, (num_sequences, LENGTH), generator=generator),
+        length_s=length_s,
+        token_mask_sl=token_mask_sl,
+        sample_mask_s=torch.arange(num_sequences) < num_sequences - 2,
+        advantage_sl=torch.where(token_mask_sl, advantage_s, 0.0),
+        sampler_logprob_sl=torch.zeros(num_sequences, LENGTH),
+    )
+
+
+def scored_batch(batch: TrainBatch, scores: ScoredTokens, seed: int) -> TrainBatch:
+    """The batch with old, sampler and reference logprobs near the policy's. Tokens are dropped by the old
+    pass alone (old = -inf), by the current pass alone, and by both.
+    """
+    generator = torch.Generator().manual_seed(seed + 2)
+    shape = batch.ids_sl.shape
+    noise_sl, sampler_noise_sl, reference_noise_sl = (
+        torch.randn(shape, generator=generator) * size for size in (NOISE, NOISE / 4, NOISE)
+    )
+    dropped_sl = torch.rand(shape, generator=generator) < DROPPED_SHARE
+    finite_sl = torch.where(scores.keep_sl, scores.logprob_sl, -3.0)
+    odd_sl = (torch.arange(shape[1]) % 2 == 1).expand(shape)
+    keep_old_sl = ~dropped_sl & (scores.keep_sl | odd_sl)
+    old_sl = torch.where(scores.keep_sl, finite_sl + noise_sl, finite_sl)
+    return dataclasses.replace(
+        batch,
+        old_logprob_sl=torch.where(keep_old_sl, old_sl, -math.inf),
+        keep_old_sl=keep_old_sl,
+        old_log_mass_sl=scores.log_mass_sl,
+        sampler_logprob_sl=torch.where(batch.token_mask_sl, old_sl + sampler_noise_sl, 0.0),
+        reference_logprob_sl=torch.where(
+            batch.token_mask_sl, finite_sl.clamp(min=-4.0) + reference_noise_sl, 0.0
+        ),
+    )
+
+
+def _lengths(layout: CheckLayout) -> torch.Tensor:
+    """`[S]` int64 from 3 to LENGTH, the longest first."""
+    return LENGTH - (torch.arange(layout.num_sequences) * 7) % (LENGTH - 2)
+
+
+def _within_vocabulary(sampling: SamplingConfig, vocab_size: int) -> SamplingConfig:
+    """A top-k of the tiny vocabulary where the run has one of its own. The tiny model is all but uniform and
+    the batch's ids are random, so a share of them stays in the support and a share leaves it.
+    """
+    if sampling.spec().effective_top_k is None:
+        return sampling
+    return dataclasses.replace(sampling, top_k=int(KEPT_SHARE * vocab_size))

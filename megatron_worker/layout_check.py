@@ -1,0 +1,287 @@
+"""A layout against one process: the same weights and batch, and how far scores, loss, gradients and metrics
+are apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from unittest import mock
+
+import torch
+
+from megatron_worker.check_problem import CheckLayout, plain_batch, scored_batch, single_process
+from megatron_worker.hf_bridge import export_hf_tensors
+from megatron_worker.loss_scale import TOLERANCE as SCALE_TOLERANCE
+from megatron_worker.loss_scale import measure_loss_scale
+from megatron_worker.worker import MegatronWorker
+from rlcore.batch import ScoredTokens, StepResult, TrainBatch
+from rlcore.collectives import all_gather
+from rlcore.config import RunConfig
+from rlcore.groups import ParallelGroups
+from rlcore.quantiles import RELATIVE_ERROR
+
+LOGPROB_TOLERANCE = 2e-5
+"""Absolute, of float32 logprobs and log masses of a tiny model."""
+METRIC_TOLERANCE = 1e-5
+"""Relative to a metric's size, or to 1 where it is smaller; the loss too."""
+QUANTILE_TOLERANCE = 2 * RELATIVE_ERROR
+"""A sketch's buckets are a step apart, and a value near an edge may fall on either side of it."""
+GRADIENT_TOLERANCE = 1e-3
+"""Relative to the parameter's largest entry: attention's gradients are tiny, and an absolute bound would let
+an error of a tenth pass."""
+GRADIENT_FLOOR = 1e-6
+"""Added to that entry: rounding of gradients that are all but 0 is no mismatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One line of the table."""
+
+    quantity: str
+    """What was compared."""
+    largest: float
+    """The largest difference on any rank; inf for a NaN or something absent."""
+    tolerance: float
+    """What rounding explains."""
+    note: str = ""
+    """Where it is."""
+
+    @property
+    def ok(self) -> bool:
+        """Is it rounding?"""
+        return self.largest <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The problem and what one process makes of it: whole, on the CPU."""
+
+    plain: TrainBatch
+    """The batch that is scored."""
+    trained: TrainBatch
+    """The batch of the train step: with old logprobs near the scores."""
+    scores: ScoredTokens
+    step: StepResult
+    gradients: Mapping[str, torch.Tensor]
+    """By Hugging Face name, before the optimizer's step."""
+
+
+def check_on_rank(config: RunConfig, layout: CheckLayout) -> list[Difference]:
+    """The whole check on one rank of a run that has not joined its peers yet; the same list on every rank.
+
+    `config`: `check_problem.tiny_config` of the layout. Every rank computes the reference by itself first.
+    `ValueError` when the layout cannot be built or takes another number of ranks than there are.
+    """
+    with _outside_the_run():
+        reference = measure_reference(config, layout)
+    return compare_layout(config, reference)
+
+
+def measure_reference(config: RunConfig, layout: CheckLayout) -> Reference:
+    """One process's answer. For a process in a world of one."""
+    plain = plain_batch(config, layout)
+    worker = MegatronWorker(single_process(config))
+    try:
+        scores = _on_cpu(worker.logprobs(_on_device(plain, worker.device)))
+        trained = scored_batch(plain, scores, config.seed)
+        step = worker.train_step(_on_device(trained, worker.device))
+        if not step.stepped:
+            raise ValueError(f"one process takes no step, so there is nothing to compare: {step.reason}")
+        return Reference(
+            plain=plain, trained=trained, scores=scores, step=step, gradients=whole_gradients(worker)
+        )
+    finally:
+        worker.close()
+
+
+def compare_layout(config: RunConfig, reference: Reference) -> list[Difference]:
+    """The layout's differences from the reference, the largest of all ranks; the same list on every rank.
+    Collective over the world.
+    """
+    worker = MegatronWorker(config)
+    try:
+        groups = worker.groups
+        factors = measure_loss_scale(worker.scale_probe())
+        rows = share_rows(reference.plain, groups)
+        scores = _on_cpu(worker.logprobs(_on_device(_rows(reference.plain, rows), worker.device)))
+        step = worker.train_step(_on_device(_rows(reference.trained, rows), worker.device))
+        gradients = whole_gradients(worker)
+        own = [
+            Difference(
+                quantity="loss scale",
+                largest=max(abs(factor - 1.0) for factor in factors),
+                tolerance=SCALE_TOLERANCE,
+                note="a toy gradient / closed form - 1",
+            ),
+            *score_differences(scores, reference, rows),
+            *step_differences(step, reference.step),
+            *gradient_differences(gradients, reference.gradients),
+        ]
+        return largest_of_ranks(own, groups, worker.device)
+    finally:
+        worker.close()
+
+
+def whole_gradients(worker: MegatronWorker) -> dict[str, torch.Tensor]:
+    """Gradients by Hugging Face name, whole, on every rank's CPU. Collective over the replica.
+
+    The bridge reads parameters, so each holds its gradient for a moment.
+    """
+    parameters = list(worker.model.parameters())
+    values = [parameter.data.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
+    exported = export_hf_tensors(worker.model, worker.arch, worker.groups)
+    gradients = {name: tensor.clone() for name, tensor in exported}
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+    return gradients
+
+
+def score_differences(ours: ScoredTokens, reference: Reference, rows: slice) -> list[Difference]:
+    """Scores of this data-parallel rank's rows, wherever something was predicted."""
+    expected = _rows(reference.scores, rows)
+    length_s = reference.plain.length_s[rows, None]
+    position_l = torch.arange(reference.plain.ids_sl.shape[1])
+    scored_sl = (position_l >= 1) & (position_l < length_s)
+    both_sl = scored_sl & ours.keep_sl & expected.keep_sl
+    num_differing = int((scored_sl & (ours.keep_sl != expected.keep_sl)).sum())
+    differences = [
+        _difference("logprob", ours.logprob_sl, expected.logprob_sl, both_sl),
+        Difference(quantity="keep", largest=float(num_differing), tolerance=0.0, note="tokens that differ"),
+        _difference("log mass", ours.log_mass_sl, expected.log_mass_sl, scored_sl),
+    ]
+    if expected.unfiltered_logprob_sl is not None:
+        assert ours.unfiltered_logprob_sl is not None
+        fields = (ours.unfiltered_logprob_sl, expected.unfiltered_logprob_sl)
+        differences.append(_difference("unfiltered logprob", *fields, scored_sl))
+    return differences
+
+
+def step_differences(ours: StepResult, expected: StepResult) -> list[Difference]:
+    """Whether the step was taken, the loss, and the other metrics in one line that names the worst."""
+    taken = Difference(
+        quantity="step taken",
+        largest=0.0 if ours.stepped else torch.inf,
+        tolerance=0.0,
+        note=ours.reason,
+    )
+    gaps = {}
+    for name in sorted({*ours.metrics, *expected.metrics}):
+        if name not in ours.metrics or name not in expected.metrics:
+            gaps[name] = torch.inf
+            continue
+        value = expected.metrics[name]
+        tolerance = QUANTILE_TOLERANCE if "quantile" in name else METRIC_TOLERANCE
+        # In units of what is allowed, so that one line can hold quantiles and sums.
+        gaps[name] = abs(ours.metrics[name] - value) / (tolerance * max(1.0, abs(value)))
+    loss = gaps.pop("loss/total")
+    worst = max(gaps, key=lambda name: _as_distance(gaps[name]))
+    num_off = sum(not gap <= 1.0 for gap in gaps.values())
+    note = f"{num_off} of {len(gaps)} differ, most {worst}" if num_off else f"{len(gaps)}, most {worst}"
+    return [
+        taken,
+        Difference(quantity="loss", largest=loss * METRIC_TOLERANCE, tolerance=METRIC_TOLERANCE),
+        Difference(
+            quantity="metrics",
+            largest=gaps[worst] * METRIC_TOLERANCE,
+            tolerance=METRIC_TOLERANCE,
+            note=note,
+        ),
+    ]
+
+
+def gradient_differences(
+    ours: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[Difference]:
+    """One line a kind of parameter, the worst of its layers. Relative to each parameter's largest entry."""
+    worst: dict[str, tuple[float, str]] = {}
+    for name, value in expected.items():
+        kind = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        largest = float(value.abs().max()) + GRADIENT_FLOOR
+        gap = torch.inf if name not in ours else float((ours[name] - value).abs().max()) / largest
+        worst[kind] = max(worst.get(kind, (-1.0, "")), (_as_distance(gap), name))
+    return [
+        Difference(
+            quantity=f"gradient {kind.removeprefix('model.')}",
+            largest=gap,
+            tolerance=GRADIENT_TOLERANCE,
+            note=name.removeprefix("model.") if gap > GRADIENT_TOLERANCE else "",
+        )
+        for kind, (gap, name) in worst.items()
+    ]
+
+
+def largest_of_ranks(
+    own: Sequence[Difference], groups: ParallelGroups, device: torch.device
+) -> list[Difference]:
+    """Each quantity's largest difference over the world; where another rank's is larger, the note says which.
+
+    One all-gather of a float64 a quantity; the list has the same quantities on every rank.
+    """
+    values = torch.tensor([_as_distance(line.largest) for line in own], dtype=torch.float64, device=device)
+    largest, rank = all_gather(values, groups.world).max(dim=0)
+    merged = []
+    for line, value, value_here, where in zip(
+        own, largest.tolist(), values.tolist(), rank.tolist(), strict=True
+    ):
+        note = line.note if value_here == value or value <= line.tolerance else f"rank {where}"
+        merged.append(dataclasses.replace(line, largest=value, note=note))
+    return merged
+
+
+def share_rows(batch: TrainBatch, groups: ParallelGroups) -> slice:
+    """This data-parallel rank's rows of the whole batch."""
+    count = batch.num_sequences // groups.dp_size
+    return slice(groups.dp_rank * count, (groups.dp_rank + 1) * count)
+
+
+def _difference(
+    quantity: str, ours_sl: torch.Tensor, expected_sl: torch.Tensor, where_sl: torch.Tensor
+) -> Difference:
+    gap_sl = torch.where(where_sl, ours_sl - expected_sl, 0.0).abs()
+    return Difference(
+        quantity=quantity, largest=_as_distance(float(gap_sl.max())), tolerance=LOGPROB_TOLERANCE
+    )
+
+
+def _as_distance(gap: float) -> float:
+    """A NaN is as far off as anything can be."""
+    return gap if gap == gap else torch.inf
+
+
+Tokens = TypeVar("Tokens", TrainBatch, ScoredTokens)
+
+
+def _rows(value: Tokens, rows: slice) -> Tokens:
+    return _map(value, lambda tensor: tensor[rows])
+
+
+def _on_cpu(value: Tokens) -> Tokens:
+    return _map(value, lambda tensor: tensor.cpu())
+
+
+def _on_device(value: Tokens, device: torch.device) -> Tokens:
+    return _map(value, lambda tensor: tensor.to(device))
+
+
+def _map(value: Tokens, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
+    """The same with `change` applied to every tensor."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return type(value)(**{name: item if item is None else change(item) for name, item in fields.items()})
+
+
+@contextmanager
+def _outside_the_run() -> Iterator[None]:
+    """torchrun's names are out of sight: a worker built here is a world of one."""
+    hidden = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    with mock.patch.dict(os.environ):
+        for name in hidden:
+            os.environ.pop(name, None)
+        yield

@@ -1,0 +1,205 @@
+"""`rlcore check`: one layout against one process, on ranks of its own; a table and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.config import RunConfig
+
+MATCH, MISMATCH = 0, 1
+_WIDTH = 130
+_SIZES = ("tp", "pp", "cp", "dp")
+# Any budget lets a config with cp > 1 through its rules; the check chooses its own for its tiny batch.
+_PLACEHOLDER_BUDGET = 1
+
+
+def add_check_parser(commands: Any) -> None:
+    """Registers the command."""
+    check = commands.add_parser(
+        "check",
+        help="compare a layout with one process, on a tiny model of a config's architecture",
+        usage="rlcore check [options] [key=value ...]",
+        epilog="Exit codes: 0 the layout matches, 1 it does not, 2 it cannot be built.",
+    )
+    check.add_argument("--config-name", default="demo", help="the run's config, without .yaml (demo)")
+    check.add_argument("--config-dir", help="folder of your own configs (those that come with the package)")
+    for name, text in (
+        ("tp", "tensor parallel size"),
+        ("pp", "pipeline parallel size"),
+        ("cp", "context parallel size; packs"),
+        ("dp", "data parallel size"),
+    ):
+        check.add_argument(f"--{name}", type=int, help=f"{text} (1; without any of the four, the config's)")
+    check.add_argument("--sp", action="store_true", help="sequence parallelism")
+    check.add_argument("--microbatches", type=int, default=2, help="of each data-parallel rank (2)")
+    check.add_argument("--packed", action="store_true", help="packed rows, as train.token_budget gives")
+    check.add_argument(
+        "--token-budget", type=int, help="tokens of a packed row; implies --packed (fits --microbatches)"
+    )
+    check.add_argument("--vpp", type=int, default=1, help="virtual stages a pipeline rank (not supported)")
+    check.add_argument("--ep", type=int, default=1, help="expert parallel size (not supported)")
+    check.add_argument("--json", metavar="FILE", help="also write the table to this file")
+    check.add_argument("--result", help=argparse.SUPPRESS)
+    check.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+
+
+def run_check(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Checks the layout on ranks of this machine, or is one of them. Returns the exit code."""
+    from rlcore.cli import launch  # imports main, which imports this file
+
+    # Megatron-core says on import that Transformer Engine and Apex are optional.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    launch.join_slurm(os.environ)
+    if launch.is_rank(os.environ):
+        return _run_rank(args)
+    config, layout = check_problem_of(args)
+    with tempfile.TemporaryDirectory(prefix="rlcore_check_") as folder:
+        result = Path(folder) / "result.json"
+        code = launch.start_ranks([*words, "--result", str(result)], layout.world_size)
+        if code:
+            return code
+        lines = json.loads(result.read_text(encoding="utf-8"))
+    return report(lines, describe(config, layout), args.json)
+
+
+def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
+    """The tiny config and the `CheckLayout` that the command line asks for. `ValueError` for a layout that
+    cannot be built, naming why.
+    """
+    from megatron_worker.check_problem import CheckLayout, tiny_config
+    from rlcore.cli.compose import compose_run_config
+
+    for name, what in (("vpp", "virtual pipeline stages"), ("ep", "experts")):
+        if getattr(args, name) != 1:
+            raise ValueError(
+                f"--{name} {getattr(args, name)}: the worker has no {what} yet. Leave --{name} out."
+            )
+    run = compose_run_config(args.config_name, [*args.overrides, *layout_words(args)], args.config_dir)
+    sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp")}
+    replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    # A config's own layout fills its nproc; one given by sizes has one replica unless --dp says more.
+    dp = max(1, run.nproc // replica) if not _gives_layout(args) else _size(args, "dp")
+    layout = CheckLayout(
+        **sizes,
+        dp=dp,
+        sequence_parallel=run.parallel.sequence_parallel,
+        num_microbatches=args.microbatches,
+        packed=args.packed or run.train.token_budget is not None,
+        token_budget=args.token_budget,
+    )
+    return tiny_config(run, layout), layout
+
+
+def layout_words(args: argparse.Namespace) -> list[str]:
+    """The layout as `key=value`, so that the config's own rules judge it. A layout given by any size has 1
+    for those left out and no sequence parallelism unless asked for.
+    """
+    words = []
+    if _gives_layout(args):
+        words = [f"parallel.{name}={_size(args, name)}" for name in ("tp", "pp", "cp")]
+        words.append(f"parallel.sequence_parallel={str(args.sp).lower()}")
+    elif args.sp:
+        words.append("parallel.sequence_parallel=true")
+    if args.packed or args.token_budget is not None or (_gives_layout(args) and _size(args, "cp") > 1):
+        words.append(f"train.token_budget={args.token_budget or _PLACEHOLDER_BUDGET}")
+    return words
+
+
+def report(lines: Sequence[Mapping[str, Any]], title: str, json_file: str | None = None) -> int:
+    """Prints the table, writes it where asked; returns 0 where every line is within its tolerance, else 1.
+
+    `lines`: fields of `megatron_worker.layout_check.Difference`, and `ok`.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("largest difference", justify="right")
+    table.add_column("tolerance", justify="right")
+    table.add_column("ok")
+    table.add_column("note", overflow="fold")
+    for line in lines:
+        said = "[green]yes[/green]" if line["ok"] else "[bold red]NO[/bold red]"
+        table.add_row(
+            line["quantity"], f"{line['largest']:.1e}", f"{line['tolerance']:.1e}", said, line["note"]
+        )
+    console = Console()
+    # A file or a pipe has no width of its own, and names must not be cut.
+    (console if console.is_terminal else Console(width=_WIDTH)).print(table)
+    if json_file is not None:
+        # JSON has no infinity.
+        finite = [
+            {**line, "largest": line["largest"] if line["largest"] < math.inf else None} for line in lines
+        ]
+        Path(json_file).write_text(
+            json.dumps({"layout": title, "lines": finite}, indent=1) + "\n", encoding="utf-8"
+        )
+    wrong = [line["quantity"] for line in lines if not line["ok"]]
+    if not wrong:
+        print("the layout matches one process.")
+        return MATCH
+    print(f"MISMATCH: {len(wrong)} of {len(lines)} quantities differ from one process by more than rounding.")
+    return MISMATCH
+
+
+def describe(config: RunConfig, layout: Any) -> str:
+    """One line: the layout and the tiny model."""
+    sizes = " x ".join(f"{name.upper()}{getattr(layout, name)}" for name in _SIZES)
+    model, budget = config.model, config.train.token_budget
+    rows = "padded rows" if budget is None else f"packed rows of at most {budget} tokens"
+    if layout.token_budget is None:
+        rows = f"{layout.num_microbatches} microbatches, {rows}"
+    tied = "tied" if model.tie_word_embeddings else "untied"
+    return (
+        f"{sizes}{' + sequence parallel' if layout.sequence_parallel else ''}, {rows}; "
+        f"{model.num_layers} layers, {model.num_attention_heads} heads on {model.num_query_groups} "
+        f"key/value heads, {tied} head, {'' if model.qkv_bias else 'no '}QKV bias"
+    )
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    """One rank: measures, and rank 0 hands the table to the launcher, or prints it where there is none."""
+    from rlcore.cli import launch
+
+    try:
+        config, layout = check_problem_of(args)
+        num_processes = launch.world_size(os.environ)
+        if num_processes != layout.world_size:
+            raise ValueError(
+                f"{num_processes} processes were started and the layout takes {layout.world_size}. Start "
+                "so many, or change --tp, --pp, --cp, --dp."
+            )
+        from megatron_worker.layout_check import check_on_rank
+
+        differences = check_on_rank(config, layout)
+    except Exception as error:
+        return launch.report_rank_error(error, launched=args.as_rank)
+    lines = [{**dataclasses.asdict(line), "ok": line.ok} for line in differences]
+    is_first = os.environ["RANK"] == "0"
+    if args.as_rank:
+        if is_first:
+            Path(args.result).write_text(json.dumps(lines), encoding="utf-8")
+        # A mismatch is a result, not a failure of the rank.
+        return MATCH
+    if is_first:
+        return report(lines, describe(config, layout), args.json)
+    return MATCH if all(line["ok"] for line in lines) else MISMATCH
+
+
+def _gives_layout(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name) is not None for name in _SIZES)
+
+
+def _size(args: argparse.Namespace, name: str) -> int:
+    value = getattr(args, name)
+    return 1 if value is None else value

@@ -1,0 +1,140 @@
+"""`rlcore check` from the command line: table, exit codes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlcore.cli import check_command, launch
+from rlcore.cli.check_command import layout_words, report
+from rlcore.cli.main import main, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
+
+GOOD = {"quantity": "logprob", "largest": 1e-7, "tolerance": 2e-5, "ok": True, "note": ""}
+BAD = {"quantity": "loss", "largest": math.inf, "tolerance": 1e-5, "ok": False, "note": "rank 3"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    env["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=env,
+    )
+
+
+def test_a_layout_on_ranks_of_its_own(tmp_path):
+    """Stages and packed rows, an untied head: every line within its tolerance, in the table and the file."""
+    file = tmp_path / "check.json"
+    words = ["--pp", "2", "--packed", "--json", str(file), "model.tie_word_embeddings=false"]
+    done = run("-m", "rlcore.cli", "check", *words)
+    assert done.returncode == 0, done.stderr
+    assert "the layout matches one process." in done.stdout and "Warning" not in done.stderr
+    assert "TP1 x PP2 x CP1 x DP1, 2 microbatches, packed rows" in done.stdout
+    found = json.loads(file.read_text())
+    assert all(line["ok"] and line["largest"] <= line["tolerance"] for line in found["lines"])
+    for line in found["lines"]:
+        assert line["quantity"] in done.stdout, "names are not cut"
+    assert any(line["quantity"] == "gradient lm_head.weight" for line in found["lines"])
+
+
+def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
+    """Both ranks leave with an error, rank 0 prints the table."""
+    script = tmp_path / "broken_job.py"
+    script.write_text(
+        "from rlcore.cli.main import main\n"
+        "from tests.megatron.planted_faults import planted\n"
+        "with planted('temperature_twice'):\n"
+        "    main(['check', '--tp', '2', 'sampling.temperature=0.8'])\n"
+    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(*launcher, str(script))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("MISMATCH") == 1 and "logprob" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tp", "3"], "parallel.tp=3 does not divide model.num_attention_heads=4"),
+        (["--pp", "3"], "model.num_layers=2 is not a multiple of parallel.pp=3"),
+        (["--tp", "1", "--sp"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
+        (["--vpp", "2"], "--vpp 2: the worker has no virtual pipeline stages yet"),
+        (["--ep", "2"], "--ep 2: the worker has no experts yet"),
+        (["--microbatches", "0"], "num_microbatches=0: expected a count of at least 1"),
+        (["--dp", "0"], "dp=0: expected a count of at least 1"),
+        (["--token-budget", "8"], "12 tokens"),
+        (["--config-name", "nowhere"], "--config-name nowhere: no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_built_is_exit_code_2_and_says_why(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("no rank is started"))
+    with pytest.raises(SystemExit) as left:
+        main(["check", *words])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlcore: error:") and message in said
+
+
+def test_the_layout_of_a_config_and_one_by_sizes():
+    """No size: the config's own. Any size: the others are 1, whatever the config says."""
+    assert layout_words(parse(["check", "--sp"])) == ["parallel.sequence_parallel=true"]
+    _, layout = check_command.check_problem_of(parse(["check"]))
+    assert (layout.tp, layout.pp, layout.cp, layout.dp) == (2, 2, 1, 1) and not layout.packs
+    config, layout = check_command.check_problem_of(parse(["check", "--cp", "2", "--dp", "2"]))
+    assert (layout.tp, layout.pp, layout.cp, layout.dp) == (1, 1, 2, 2) and layout.packs
+    assert config.train.token_budget is not None and config.train.token_budget >= 12
+    words = ["check", "--tp", "4", "--sp", "--microbatches", "3", "model.num_query_groups=4"]
+    config, layout = check_command.check_problem_of(parse(words))
+    assert config.parallel.sequence_parallel and config.train.token_budget is None
+    assert config.sequences_per_step == 18 and config.train.microbatch_size == 6
+    # The run's loss and distribution, on a vocabulary that TP does not divide.
+    assert config.model.vocab_size == 41 and config.sampling.top_k == 24 and config.sampling.temperature == 1
+    _, layout = check_command.check_problem_of(parse(["check", "--token-budget", "64"]))
+    assert layout.packs and layout.token_budget == 64
+
+
+def test_the_report_says_no_and_returns_1(tmp_path, capsys):
+    assert report([GOOD], "a layout") == 0
+    assert "matches" in capsys.readouterr().out
+    file = tmp_path / "check.json"
+    assert report([GOOD, BAD], "a layout", str(file)) == 1
+    said = capsys.readouterr().out
+    assert "NO" in said and "inf" in said and "MISMATCH: 1 of 2" in said
+    assert [line["largest"] for line in json.loads(file.read_text())["lines"]] == [1e-7, None]
+
+
+@pytest.mark.parametrize(
+    ("rank_code", "lines", "expected"), [(0, [GOOD, BAD], 1), (0, [GOOD], 0), (2, [], 2)]
+)
+def test_the_launcher_passes_on_what_the_ranks_found(rank_code, lines, expected, monkeypatch, capsys):
+    """A mismatch is a result (1); a rank's own error keeps its code (2 where the user can fix it)."""
+
+    def start_ranks(words, num_processes):
+        assert num_processes == 2
+        result = words[words.index("--result") + 1]
+        if not rank_code:
+            Path(result).write_text(json.dumps(lines))
+        return rank_code
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    with pytest.raises(SystemExit) as left:
+        main(["check", "--tp", "2"])
+    assert left.value.code == expected
