@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,14 +32,64 @@ from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.sampling import SamplingSpec
 
 
-def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: int) -> torch.Tensor:
-    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
-    CP ranks.
+@dataclass(frozen=True, kw_only=True)
+class LossContract:
+    """What a Megatron job does with what its loss function returns. Two values are the default."""
 
-    For the two-value contract: the schedule multiplies by CP and divides by the number of microbatches, and
-    data parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
+    num_values: Literal[2, 3] = 2
+    """2: `(loss, report)`, which the schedule multiplies by CP and divides by the number of microbatches.
+    3: `(loss, num_tokens, report)`, divided by `num_tokens` and the number of microbatches. Without meaning
+    where `per_token` is set: three values then.
     """
-    return loss * (num_microbatches * dp_size)
+    per_token: bool = False
+    """`TransformerConfig.calculate_per_token_loss`: the schedule scales nothing; gradient finalisation divides
+    by the sum of `num_tokens`, and by nothing where that is 0.
+    """
+    averages: bool = True
+    """The gradient is the mean over DP x CP ranks, not their sum: Megatron's data parallelism without
+    `per_token`, and torch's.
+    """
+
+    def returned(
+        self,
+        value: torch.Tensor,
+        report: LossReport,
+        exact: bool,
+        num_microbatches: int,
+        groups: ParallelGroups,
+    ) -> tuple:
+        """What the loss function returns so that the optimizer sees the gradient of the sum of `value` over
+        microbatches and DP x CP ranks; `exact`: of that sum over the sum of `num_trained`.
+        """
+        loss = cancel_megatron_scaling(value, num_microbatches, groups.dp_size, groups.cp_size, self)
+        if self.per_token:
+            return loss, report.num_trained if exact else torch.zeros_like(report.num_trained), report
+        if self.num_values == 3:
+            return loss, torch.ones_like(report.num_trained), report
+        return loss, report
+
+
+TWO_VALUES = LossContract()
+
+
+def cancel_megatron_scaling(
+    loss: torch.Tensor,
+    num_microbatches: int,
+    dp_size: int,
+    cp_size: int = 1,
+    contract: LossContract = TWO_VALUES,
+) -> torch.Tensor:
+    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
+    CP ranks: times the number of microbatches x DP for two values in Megatron's own data parallelism.
+
+    Never `loss` itself, which the schedule changes in place.
+    """
+    averaged = dp_size * cp_size if contract.averages else 1
+    if contract.per_token:
+        return loss * averaged
+    if contract.num_values == 3:
+        return loss * (num_microbatches * averaged)
+    return loss * (num_microbatches * averaged / cp_size)
 
 
 def divides_by_exact_count(loss: LossConfig) -> bool:
@@ -152,10 +202,15 @@ def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
 
 
 def make_train_step(
-    loss: LossConfig, spec: SamplingSpec, head: OutputHead, num_microbatches: int
+    loss: LossConfig,
+    spec: SamplingSpec,
+    head: OutputHead,
+    num_microbatches: int,
+    contract: LossContract = TWO_VALUES,
 ) -> Callable:
-    """A forward step whose loss function returns the scaled loss and a `LossReport`; with `retained_exact`
-    the number of trained tokens between them.
+    """A forward step whose loss function returns the scaled loss and a `LossReport`, as `contract` says.
+
+    `retained_exact` needs a contract that is `per_token`.
     """
 
     def train_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
@@ -164,8 +219,6 @@ def make_train_step(
 
     def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
         value, report = head.loss(model, output, microbatch, spec, loss)
-        if divides_by_exact_count(loss):
-            return value, report.num_trained, report
-        return cancel_megatron_scaling(value, num_microbatches, head.groups.dp_size), report
+        return contract.returned(value, report, divides_by_exact_count(loss), num_microbatches, head.groups)
 
     return train_step
