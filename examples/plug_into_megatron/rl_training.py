@@ -33,7 +33,7 @@ VOCAB_SIZE, LENGTH, MICRO_BATCH, NUM_MICROBATCHES = 64, 16, 2, 2
 
 
 def model_provider(tp, pp):
-    """This rank's stage, in Megatron's data parallelism."""
+    """This rank's stage."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -56,7 +56,8 @@ def model_provider(tp, pp):
         masked_softmax_fusion=False,
         persist_layer_norm=False,
     )
-    model = GPTModel(
+    config.finalize_model_grads_func = finalize_model_grads
+    return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=VOCAB_SIZE,
@@ -65,8 +66,6 @@ def model_provider(tp, pp):
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
     ).to(torch.cuda.current_device())
-    config.finalize_model_grads_func = finalize_model_grads
-    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
 
 def token_batches(dp_rank, seed):
@@ -110,8 +109,10 @@ def mean_loss(reports):
     return sum(report["loss"] for report in reports) / len(reports) if reports else float("nan")
 
 
-def train(model, steps):
+def train(stage, steps):
     """The loop."""
+    data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(stage.config, data_parallel, stage)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), [model])
     dp_rank = parallel_state.get_data_parallel_rank()
     batches, held_out = rollouts(8, LENGTH, VOCAB_SIZE, dp_rank), token_batches(dp_rank, seed=1)
