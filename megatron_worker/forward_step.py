@@ -42,13 +42,17 @@ class LossContract:
     where `per_token` is set: three values then.
     """
     per_token: bool = False
-    """`TransformerConfig.calculate_per_token_loss`: the schedule scales nothing; gradient finalisation divides
-    by the sum of `num_tokens`, and by nothing where that is 0.
+    """`TransformerConfig.calculate_per_token_loss`: the schedule scales nothing; gradient finalisation
+    divides by the sum of `num_tokens`, and by nothing where that is 0.
     """
-    averages: bool = True
-    """The gradient is the mean over DP x CP ranks, not their sum: Megatron's data parallelism without
-    `per_token`, and torch's.
+    averages: bool | None = None
+    """Is the gradient the mean over DP x CP ranks, as in torch's data parallelism, or their sum? None:
+    Megatron's, which averages unless `per_token` is set.
     """
+
+    def __post_init__(self) -> None:
+        if self.num_values not in (2, 3):
+            raise ValueError(f"LossContract.num_values={self.num_values}: expected 2 or 3.")
 
     def returned(
         self,
@@ -84,7 +88,8 @@ def cancel_megatron_scaling(
 
     Never `loss` itself, which the schedule changes in place.
     """
-    averaged = dp_size * cp_size if contract.averages else 1
+    averages = not contract.per_token if contract.averages is None else contract.averages
+    averaged = dp_size * cp_size if averages else 1
     if contract.per_token:
         return loss * averaged
     if contract.num_values == 3:
@@ -201,24 +206,33 @@ def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
     return scoring_step
 
 
-def make_train_step(
+def make_loss_func(
     loss: LossConfig,
     spec: SamplingSpec,
     head: OutputHead,
     num_microbatches: int,
     contract: LossContract = TWO_VALUES,
-) -> Callable:
-    """A forward step whose loss function returns the scaled loss and a `LossReport`, as `contract` says.
+) -> Callable[[Any, Microbatch, torch.Tensor], tuple]:
+    """`(model, microbatch, output)` to what the schedule expects of a loss function: the scaled loss and a
+    `LossReport`, as `contract` says. `output`: the last stage's logits `[b, L, v]`, as from `head.run`.
 
     `retained_exact` needs a contract that is `per_token`.
     """
 
-    def train_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
-        microbatch = next(data)
-        return head.run(model, microbatch), partial(loss_of, model, microbatch)
-
-    def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
+    def loss_func(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
         value, report = head.loss(model, output, microbatch, spec, loss)
         return contract.returned(value, report, divides_by_exact_count(loss), num_microbatches, head.groups)
+
+    return loss_func
+
+
+def make_train_step(
+    loss_func: Callable[[Any, Microbatch, torch.Tensor], tuple], head: OutputHead
+) -> Callable:
+    """A forward step around `make_loss_func`'s result."""
+
+    def train_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
+        microbatch = next(data)
+        return head.run(model, microbatch), partial(loss_func, model, microbatch)
 
     return train_step

@@ -17,6 +17,7 @@ from megatron_worker.forward_step import LossContract, OutputHead, divides_by_ex
 from megatron_worker.groups import parallel_groups
 from megatron_worker.hf_bridge import unwrap
 from megatron_worker.worker import MegatronWorker
+from rlcore.batch import StepResult, TrainBatch
 from rlcore.config import ParallelConfig, RunConfig
 from rlcore.config_parse import parse_dataclass
 from rlcore.config_rules import check_context_parallel, check_ranges, check_sampling
@@ -44,10 +45,11 @@ class GuestWorker(MegatronWorker):
     ) -> None:
         """`model`: a `GPTModel` stage, wrapped or not; `vocab_size`: its vocabulary without padding rows.
 
-        Read of `config`, or of a mapping of its keys: loss, importance, sampling, train.microbatch_size,
-        train.token_budget, model.fused_head, model.fused_head_tokens and parallel.timeout_s. The layout is the
-        job's: `config.parallel` may repeat it and must not contradict it. `scheduler`: `step(increment=1)` after each optimizer step. `contract`: None means Megatron's data
-        parallelism and what the model's config says of the loss. Changes nothing of the job.
+        `config`, or a mapping of its keys: read are loss, importance, sampling, train.microbatch_size and
+        train.token_budget, model.fused_head and model.fused_head_tokens, parallel.timeout_s. The layout is
+        the job's: `config.parallel` may repeat it and must not contradict it. `scheduler`:
+        `step(increment=1)` after each optimizer step. `contract`: None means Megatron's data parallelism and
+        what the model's config says of the loss. Changes nothing of the job.
 
         Raises `ValueError` naming what the job has to change. With CP every rank of the job must build its
         worker, because that makes process groups.
@@ -61,7 +63,8 @@ class GuestWorker(MegatronWorker):
         parallel = job_parallel(config.parallel, bare.config, self.groups)
         self.config = dataclasses.replace(config, parallel=parallel)
         check_guest_config(self.config)
-        self.contract = job_contract(bare.config) if contract is None else contract
+        per_token = bool(bare.config.calculate_per_token_loss)
+        self.contract = LossContract(per_token=per_token) if contract is None else contract
         check_model(self.config, bare, vocab_size)
         check_loss_contract(self.config, bare.config, self.contract)
         if optimizer is not None:
@@ -75,17 +78,18 @@ class GuestWorker(MegatronWorker):
             fused_tokens=config.model.fused_head_tokens,
         )
 
-    def with_old_logprobs(self, batch: Any) -> Any:
-        """The `TrainBatch` with what the current weights say of it: call it before the first update."""
+    def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with what the current weights say of it: call it before the first update on it."""
         scores = self.logprobs(batch)
         return dataclasses.replace(
             batch,
             old_logprob_sl=scores.logprob_sl,
             keep_old_sl=scores.keep_sl,
             old_log_mass_sl=scores.log_mass_sl,
+            old_unfiltered_logprob_sl=scores.unfiltered_logprob_sl,
         )
 
-    def reference_logprobs(self, batch: Any) -> torch.Tensor:
+    def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `PolicyWorker`. `ValueError` without a reference stage."""
         if self.reference is None:
             raise ValueError(
@@ -94,7 +98,7 @@ class GuestWorker(MegatronWorker):
             )
         return super().reference_logprobs(batch)
 
-    def train_step(self, batch: Any) -> Any:
+    def train_step(self, batch: TrainBatch) -> StepResult:
         """See `MegatronWorker`. `ValueError` without an optimizer."""
         if self.optimizer is None:
             raise ValueError(
@@ -128,16 +132,10 @@ def job_parallel(given: ParallelConfig, model_config: Any, groups: ParallelGroup
         told = getattr(given, name)
         if told not in (value, getattr(default, name)):
             raise ValueError(
-                f"parallel.{name}={told}, but this Megatron job runs with {value}. Leave parallel.{name} out: "
-                "the job's layout is used."
+                f"parallel.{name}={told}, but this Megatron job runs with {value}. Leave parallel.{name} "
+                "out: the job's layout is used."
             )
     return dataclasses.replace(given, **found)
-
-
-def job_contract(model_config: Any) -> LossContract:
-    """What Megatron's schedule and its data parallelism do for a model with this `TransformerConfig`."""
-    per_token = bool(model_config.calculate_per_token_loss)
-    return LossContract(per_token=per_token, averages=not per_token)
 
 
 def check_model(config: RunConfig, bare: Any, vocab_size: int) -> None:
@@ -169,8 +167,8 @@ def check_model(config: RunConfig, bare: Any, vocab_size: int) -> None:
         return
     if config.parallel.pp > 1 and not model_config.variable_seq_lengths:
         raise ValueError(
-            "train.token_budget packs rows of different lengths, and the pipeline stages do not tell each other "
-            "the shapes: set variable_seq_lengths=True in your TransformerConfig."
+            "train.token_budget packs rows of different lengths, and the pipeline stages do not tell each "
+            "other the shapes: set variable_seq_lengths=True in your TransformerConfig."
         )
     if any(isinstance(module, DotProductAttention) for module in bare.modules()):
         raise ValueError(
@@ -211,8 +209,9 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     """What `train_step` needs: Megatron's data parallelism and optimizer, and no float16 loss scaling."""
     if not (isinstance(model, DistributedDataParallel) and isinstance(optimizer, MegatronOptimizer)):
         raise ValueError(
-            f"train_step() drives Megatron's DistributedDataParallel and optimizer, not {type(model).__name__} "
-            f"and {type(optimizer).__name__}. Leave optimizer out, and use prepare() with your own."
+            "train_step() drives Megatron's DistributedDataParallel and optimizer, not "
+            f"{type(model).__name__} and {type(optimizer).__name__}. Leave optimizer out, and use prepare() "
+            "with your own."
         )
     if model.config.fp16:
         raise ValueError(

@@ -18,6 +18,10 @@ class PreparedStep:
     """`forward_step_func`: takes the next microbatch, returns the model's output and the loss function. What
     the schedule collects on the last stage are `LossReport`s.
     """
+    loss_func: Callable
+    """The loss alone, for a forward step of your own: `(model, microbatch, output)`, where `output` is what
+    the model made of `input_ids_bl` and `position_ids_bl`: logits `[b, L, v]` on the last stage.
+    """
     microbatches: Sequence[Microbatch]
     """The batch, cut: padded rows or packed ones."""
     weights: StepWeights

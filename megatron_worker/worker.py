@@ -19,6 +19,7 @@ from megatron_worker.forward_step import (
     LossContract,
     OutputHead,
     divides_by_exact_count,
+    make_loss_func,
     make_scoring_step,
     make_train_step,
 )
@@ -82,8 +83,7 @@ class MegatronWorker:
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
         )
-        per_token = divides_by_exact_count(config.loss)
-        self.contract = LossContract(per_token=per_token, averages=not per_token)
+        self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
         stage = self._new_stage()
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -195,8 +195,10 @@ class MegatronWorker:
         self._check_batch_together(batch, trains=True)
         weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
         microbatches = self._split(batch, weights)
+        loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
         return PreparedStep(
-            forward_step=make_train_step(loss, self.spec, self.head, len(microbatches), self.contract),
+            forward_step=make_train_step(loss_func, self.head),
+            loss_func=loss_func,
             microbatches=microbatches,
             weights=weights,
             has_kl_term=loss.kl_coef > 0 and loss.kl_in == "loss",
@@ -246,12 +248,12 @@ class MegatronWorker:
             )
         if loss.kl_coef > 0 and batch.reference_logprob_sl is None:
             raise ValueError(
-                f"loss.kl_coef={loss.kl_coef} reads reference logprobs, and the batch has none: score the batch "
-                "with reference_logprobs() first, or set loss.kl_coef=0."
+                f"loss.kl_coef={loss.kl_coef} reads reference logprobs, and the batch has none: score the "
+                "batch with reference_logprobs() first, or set loss.kl_coef=0."
             )
 
     def _check_batch_together(self, batch: TrainBatch, trains: bool = False) -> None:
-        """A batch that one rank cannot take raises on all of them."""
+        """A batch that one rank cannot take raises on all of them. `trains`: or that the loss cannot."""
         error = None
         try:
             if trains:

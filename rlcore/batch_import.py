@@ -7,6 +7,7 @@ its columns. Source of the layouts: NeMo-RL's GRPO batches and verl's `DataProto
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ _VERL = ("responses", "response_mask", "attention_mask", "rollout_log_probs", "a
 def from_nemo_rl(batch: Mapping[str, Any]) -> TrainBatch:
     """Keys, B sequences of S positions; entry t belongs to token t, so column 0 of every logprob is unused:
 
-    - `input_ids [B, S]` integer, right-padded; `token_mask [B, S]` 1 at response tokens; `sample_mask [B]`;
+    - `input_ids [B, S]` integer, right-padded; `token_mask [B, S]` 1 at response tokens; `sample_mask [B]`,
+      or `[B, S]` with equal columns;
     - `input_lengths [B]` integer, optional: prompt + response. Without it a row ends with its last response
       token, or with its last column where it has none;
     - `generation_logprobs [B, S]`, `advantages [B, S]`;
@@ -42,7 +44,7 @@ def from_nemo_rl(batch: Mapping[str, Any]) -> TrainBatch:
         ids_sl,
         length_s,
         token_mask_sl,
-        _mask(batch, "sample_mask", shape[:1]),
+        _sample_mask(batch, shape),
         {
             "advantage": _values(batch, "advantages", shape),
             "sampler_logprob": _values(batch, "generation_logprobs", shape),
@@ -56,64 +58,87 @@ def from_verl(batch: Mapping[str, Any]) -> TrainBatch:
     """Keys, B prompts of P positions, left-padded, and B responses of R positions, right-padded:
 
     - `prompts [B, P]` or `input_ids [B, P + R]` integer; both must agree with `responses [B, R]`;
-    - `attention_mask [B, P + R]` 1 at real tokens, in one run per row; `response_mask [B, R]` 1 at tokens that
-      train (0 at a tool's tokens in between);
+    - `attention_mask [B, P + R]` 1 at real tokens, in one run per row; `response_mask [B, R]` 1 at tokens
+      that train (0 at a tool's tokens in between);
     - `rollout_log_probs [B, R]`, `advantages [B, R]`; entry r belongs to token `responses[r]`;
     - `old_log_probs [B, R]`, optional: -inf means outside the trainer's support (`keep_old` False); absent:
       score the batch first, or train without old logprobs;
     - `ref_log_prob [B, R]`, optional: never truncated.
 
     The left padding goes: rows start with their first real token. Every sample takes part. Masks and unread
-    slots as in `from_nemo_rl`. Mutates: nothing. `ValueError` naming key, shape and row for whatever does not
-    fit.
+    slots as in `from_nemo_rl`. Mutates: nothing. `ValueError` naming key, shape and row of a misfit.
     """
     _check_keys(batch, _VERL, ("prompts", "input_ids"))
     responses_sr = _ids(batch, "responses")
-    num_sequences, num_responses = responses_sr.shape
+    shape = tuple(responses_sr.shape)
     ids_sw = _whole_ids(batch, responses_sr)
-    width = ids_sw.shape[1]
-    real_sw = _mask(batch, "attention_mask", (num_sequences, width))
-    start_s, length_s = _runs(real_sw, width - num_responses)
-    mask_sr = _mask(batch, "response_mask", (num_sequences, num_responses))
-    outside_sr = mask_sr & ~real_sw[:, width - num_responses :]
+    real_sw = _mask(batch, "attention_mask", tuple(ids_sw.shape))
+    rows = _Rows.of(real_sw, prompt_width=ids_sw.shape[1] - shape[1])
+    mask_sr = _mask(batch, "response_mask", shape)
+    outside_sr = mask_sr & ~real_sw[:, rows.prompt_width :]
     if bool(outside_sr.any()):
         row, column = outside_sr.nonzero()[0].tolist()
         raise ValueError(
-            f"response_mask of row {row} marks response token {column}, which attention_mask says is padding. "
-            "One of the two belongs to another batch."
+            f"response_mask of row {row} marks response token {column}, which attention_mask says is "
+            "padding. One of the two belongs to another batch."
         )
-    longest = int(length_s.max()) if num_sequences else 0
-    index_sl = start_s[:, None] + torch.arange(longest, device=ids_sw.device)
-    is_real_sl = torch.arange(longest, device=ids_sw.device) < length_s[:, None]
-
-    def moved(value_sw: torch.Tensor | None) -> torch.Tensor | None:
-        """Rows from their first real token on."""
-        if value_sw is None:
-            return None
-        moved_sl = value_sw.gather(1, index_sl.clamp(max=width - 1))
-        return torch.where(is_real_sl, moved_sl, torch.zeros_like(moved_sl))
-
-    def of_responses(value_sr: torch.Tensor | None) -> torch.Tensor | None:
-        """Response-aligned to token-aligned."""
-        if value_sr is None:
-            return None
-        return moved(torch.cat([value_sr.new_zeros(num_sequences, width - num_responses), value_sr], dim=1))
-
-    shape = (num_sequences, num_responses)
-    ids_sl, token_mask_sl = moved(ids_sw), of_responses(mask_sr)
-    assert ids_sl is not None and token_mask_sl is not None
+    sources = {
+        "advantage": "advantages",
+        "sampler_logprob": "rollout_log_probs",
+        "old_logprob": "old_log_probs",
+        "reference_logprob": "ref_log_prob",
+    }
+    values = {name: _values(batch, key, shape) for name, key in sources.items()}
     return _train_batch(
-        ids_sl,
-        length_s,
-        token_mask_sl,
-        torch.ones(num_sequences, dtype=torch.bool, device=ids_sw.device),
-        {
-            "advantage": of_responses(_values(batch, "advantages", shape)),
-            "sampler_logprob": of_responses(_values(batch, "rollout_log_probs", shape)),
-            "old_logprob": of_responses(_values(batch, "old_log_probs", shape)),
-            "reference_logprob": of_responses(_values(batch, "ref_log_prob", shape)),
-        },
+        rows.of_sequence(ids_sw),
+        rows.length_s,
+        rows.of_responses(mask_sr),
+        torch.ones_like(rows.length_s, dtype=torch.bool),
+        {name: None if value is None else rows.of_responses(value) for name, value in values.items()},
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the real tokens of left-padded prompts and right-padded responses stand; w = P + R columns."""
+
+    start_s: torch.Tensor
+    length_s: torch.Tensor
+    prompt_width: int
+
+    @staticmethod
+    def of(real_sw: torch.Tensor, prompt_width: int) -> _Rows:
+        """`ValueError` naming the row whose real tokens are not one run that starts in the prompt."""
+        width = real_sw.shape[1]
+        length_s = real_sw.sum(dim=1)
+        start_s = real_sw.to(torch.int8).argmax(dim=1) if width else length_s
+        position_w = torch.arange(width, device=real_sw.device)
+        run_sw = (position_w >= start_s[:, None]) & (position_w < (start_s + length_s)[:, None])
+        problems = (
+            (length_s == 0, "has no real token"),
+            ((run_sw != real_sw).any(dim=1), "has padding between its real tokens: prompts are left-padded"),
+            (start_s >= prompt_width, "has no prompt token, and nothing predicts a first token"),
+        )
+        for wrong_s, what in problems:
+            if bool(wrong_s.any()):
+                row = int(wrong_s.nonzero()[0])
+                raise ValueError(
+                    f"attention_mask of row {row} {what}; responses start at column {prompt_width}."
+                )
+        return _Rows(start_s, length_s, prompt_width)
+
+    def of_sequence(self, value_sw: torch.Tensor) -> torch.Tensor:
+        """`[B, L]`: each row from its first real token on, 0 behind its last."""
+        longest = int(self.length_s.max()) if len(self.length_s) else 0
+        position_l = torch.arange(longest, device=value_sw.device)
+        index_sl = (self.start_s[:, None] + position_l).clamp(max=value_sw.shape[1] - 1)
+        moved_sl = value_sw.gather(1, index_sl)
+        return torch.where(position_l < self.length_s[:, None], moved_sl, torch.zeros_like(moved_sl))
+
+    def of_responses(self, value_sr: torch.Tensor) -> torch.Tensor:
+        """Response-aligned `[B, R]` as token-aligned `[B, L]`: 0 at the prompt."""
+        prompt_sp = value_sr.new_zeros(value_sr.shape[0], self.prompt_width)
+        return self.of_sequence(torch.cat([prompt_sp, value_sr], dim=1))
 
 
 def _train_batch(
@@ -198,6 +223,22 @@ def _mask(batch: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> torch.
     return value == 1
 
 
+def _sample_mask(batch: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """`[B]` bool, from one number a row or the same number all along it."""
+    value = batch["sample_mask"]
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or shape[1] == 0:
+        return _mask(batch, "sample_mask", shape[:1])
+    mask_sl = _mask(batch, "sample_mask", shape)
+    mixed_s = (mask_sl != mask_sl[:, :1]).any(dim=1)
+    if bool(mixed_s.any()):
+        row = int(mixed_s.nonzero()[0])
+        raise ValueError(
+            f"sample_mask of row {row} is not the same in every column: a sample takes part or it does not. "
+            "Masks of tokens belong into token_mask."
+        )
+    return mask_sl[:, 0]
+
+
 def _lengths(batch: Mapping[str, Any], token_mask_sl: torch.Tensor) -> torch.Tensor:
     """`[B]` int64: `input_lengths`, or up to the last response token."""
     num_sequences, width = token_mask_sl.shape
@@ -266,22 +307,3 @@ def _whole_ids(batch: Mapping[str, Any], responses_sr: torch.Tensor) -> torch.Te
         row = int(different.nonzero()[0, 0])
         raise ValueError(f"input_ids of row {row} does not end with its prompts and responses.")
     return ids_sw
-
-
-def _runs(real_sw: torch.Tensor, prompt_width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B]` start and `[B]` length of each row's real tokens, which must be one run from the prompt on."""
-    width = real_sw.shape[1]
-    length_s = real_sw.sum(dim=1)
-    start_s = real_sw.to(torch.int8).argmax(dim=1) if width else length_s
-    position_w = torch.arange(width, device=real_sw.device)
-    run_sw = (position_w >= start_s[:, None]) & (position_w < (start_s + length_s)[:, None])
-    problems = (
-        (length_s == 0, "has no real token"),
-        ((run_sw != real_sw).any(dim=1), "has padding between its real tokens: prompts are left-padded"),
-        (start_s >= prompt_width, "has no prompt token, and nothing predicts a first token"),
-    )
-    for wrong_s, what in problems:
-        if bool(wrong_s.any()):
-            row = int(wrong_s.nonzero()[0])
-            raise ValueError(f"attention_mask of row {row} {what}; responses start at column {prompt_width}.")
-    return start_s, length_s

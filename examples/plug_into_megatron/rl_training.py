@@ -23,11 +23,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from rollouts import rollouts
 
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.guest import GuestWorker
 from rlcore.batch_import import from_nemo_rl
-from rollouts import rollouts
 
 VOCAB_SIZE, LENGTH, MICRO_BATCH, NUM_MICROBATCHES = 64, 16, 2, 2
 
