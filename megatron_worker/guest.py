@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -54,7 +55,14 @@ class GuestWorker(MegatronWorker):
         Raises `ValueError` naming what the job has to change. With CP every rank of the job must build its
         worker, because that makes process groups.
         """
-        bare, self._open = unwrap(model), ExitStack()
+        # Not the base class's: it would build what the job has already.
+        bare: Any = unwrap(model)
+        if not isinstance(bare, GPTModel):
+            raise ValueError(
+                f"expected a GPTModel stage, got a {type(bare).__name__}. The parts for other models are in "
+                "megatron_worker/forward_step.py."
+            )
+        self._open = ExitStack()
         self.model, self.optimizer, self.scheduler, self.reference = model, optimizer, scheduler, reference
         if not isinstance(config, RunConfig):
             config = parse_dataclass(RunConfig, config)

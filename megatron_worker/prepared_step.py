@@ -20,7 +20,8 @@ class PreparedStep:
     """
     loss_func: Callable
     """The loss alone, for a forward step of your own: `(model, microbatch, output)`, where `output` is what
-    the model made of `input_ids_bl` and `position_ids_bl`: logits `[b, L, v]` on the last stage.
+    the model made of `input_ids_bl` and `position_ids_bl`: logits `[b, L, v]` on the last stage (hidden
+    states with `model.fused_head`).
     """
     microbatches: Sequence[Microbatch]
     """The batch, cut: padded rows or packed ones."""

@@ -109,10 +109,9 @@ class _Rows:
     @staticmethod
     def of(real_sw: torch.Tensor, prompt_width: int) -> _Rows:
         """`ValueError` naming the row whose real tokens are not one run that starts in the prompt."""
-        width = real_sw.shape[1]
         length_s = real_sw.sum(dim=1)
-        start_s = real_sw.to(torch.int8).argmax(dim=1) if width else length_s
-        position_w = torch.arange(width, device=real_sw.device)
+        start_s = real_sw.to(torch.int8).argmax(dim=1)
+        position_w = torch.arange(real_sw.shape[1], device=real_sw.device)
         run_sw = (position_w >= start_s[:, None]) & (position_w < (start_s + length_s)[:, None])
         problems = (
             (length_s == 0, "has no real token"),
@@ -129,8 +128,7 @@ class _Rows:
 
     def of_sequence(self, value_sw: torch.Tensor) -> torch.Tensor:
         """`[B, L]`: each row from its first real token on, 0 behind its last."""
-        longest = int(self.length_s.max()) if len(self.length_s) else 0
-        position_l = torch.arange(longest, device=value_sw.device)
+        position_l = torch.arange(int(self.length_s.max()), device=value_sw.device)
         index_sl = (self.start_s[:, None] + position_l).clamp(max=value_sw.shape[1] - 1)
         moved_sl = value_sw.gather(1, index_sl)
         return torch.where(position_l < self.length_s[:, None], moved_sl, torch.zeros_like(moved_sl))
@@ -167,15 +165,21 @@ def _train_batch(
 
 def _check_keys(batch: Mapping[str, Any], needed: tuple[str, ...], one_of: tuple[str, ...] = ()) -> None:
     """Every key that has no stand-in is there."""
-    missing = [name for name in needed if batch.get(name) is None]
-    if one_of and all(batch.get(name) is None for name in one_of):
+    missing = [name for name in needed if _given(batch, name) is None]
+    if one_of and all(_given(batch, name) is None for name in one_of):
         missing.append(" or ".join(one_of))
     if missing:
         wanted = [*needed, *([" or ".join(one_of)] if one_of else [])]
         raise ValueError(
             f"the batch lacks {', '.join(missing)}. Needed: {', '.join(wanted)}; it has "
-            f"{', '.join(sorted(batch)) or 'nothing'}."
+            f"{', '.join(sorted(batch.keys())) or 'nothing'}."
         )
+
+
+def _given(batch: Mapping[str, Any], name: str) -> Any:
+    """The value of a key; None where there is none. Through `keys()`: a TensorDict iterates over its rows."""
+    names = set(batch.keys())
+    return batch[name] if name in names else None
 
 
 def _tensor(batch: Mapping[str, Any], name: str, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -194,6 +198,8 @@ def _ids(batch: Mapping[str, Any], name: str) -> torch.Tensor:
     """`[B, ...]` int64 ids."""
     value = _tensor(batch, name, None)
     _check_integers(value, name)
+    if value.numel() == 0:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected at least one of each.")
     return value.long()
 
 
@@ -204,7 +210,7 @@ def _check_integers(value: torch.Tensor, name: str) -> None:
 
 def _values(batch: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
     """float32 values; None where the batch has no such key."""
-    if batch.get(name) is None:
+    if _given(batch, name) is None:
         return None
     value = _tensor(batch, name, shape)
     if not value.dtype.is_floating_point:
@@ -226,7 +232,7 @@ def _mask(batch: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> torch.
 def _sample_mask(batch: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
     """`[B]` bool, from one number a row or the same number all along it."""
     value = batch["sample_mask"]
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or shape[1] == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return _mask(batch, "sample_mask", shape[:1])
     mask_sl = _mask(batch, "sample_mask", shape)
     mixed_s = (mask_sl != mask_sl[:, :1]).any(dim=1)
@@ -242,7 +248,7 @@ def _sample_mask(batch: Mapping[str, Any], shape: tuple[int, ...]) -> torch.Tens
 def _lengths(batch: Mapping[str, Any], token_mask_sl: torch.Tensor) -> torch.Tensor:
     """`[B]` int64: `input_lengths`, or up to the last response token."""
     num_sequences, width = token_mask_sl.shape
-    if batch.get("input_lengths") is None:
+    if _given(batch, "input_lengths") is None:
         after_s = (token_mask_sl * torch.arange(1, width + 1, device=token_mask_sl.device)).amax(dim=1)
         return torch.where(after_s > 0, after_s, width)
     length_s = _tensor(batch, "input_lengths", (num_sequences,))
@@ -259,7 +265,7 @@ def _lengths(batch: Mapping[str, Any], token_mask_sl: torch.Tensor) -> torch.Ten
 
 def _check_first_column(token_mask_sl: torch.Tensor, name: str) -> None:
     """Nothing predicts a first token, so a mask that marks it belongs to another alignment."""
-    first_s = token_mask_sl[:, 0] if token_mask_sl.shape[1] else token_mask_sl.any(dim=1)
+    first_s = token_mask_sl[:, 0]
     if bool(first_s.any()):
         row = int(first_s.nonzero()[0])
         raise ValueError(
@@ -283,14 +289,14 @@ def _check_inside(token_mask_sl: torch.Tensor, length_s: torch.Tensor, name: str
 def _whole_ids(batch: Mapping[str, Any], responses_sr: torch.Tensor) -> torch.Tensor:
     """`[B, P + R]`: prompts and responses side by side."""
     num_sequences, num_responses = responses_sr.shape
-    prompts_sp = None if batch.get("prompts") is None else _ids(batch, "prompts")
+    prompts_sp = None if _given(batch, "prompts") is None else _ids(batch, "prompts")
     if prompts_sp is not None and prompts_sp.shape[0] != num_sequences:
         raise ValueError(
             f"prompts has shape {tuple(prompts_sp.shape)}: responses {tuple(responses_sr.shape)} has "
             f"{num_sequences} rows."
         )
     joined_sw = None if prompts_sp is None else torch.cat([prompts_sp, responses_sr], dim=1)
-    if batch.get("input_ids") is None:
+    if _given(batch, "input_ids") is None:
         assert joined_sw is not None, "one of them was there"
         return joined_sw
     ids_sw = _ids(batch, "input_ids")

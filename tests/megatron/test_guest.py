@@ -59,6 +59,7 @@ OPTIMIZER = {"lr": 1e-2, "clip_grad": 0.0}
 JOBS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "tp2dp2": (4, 2, 1, 1, {}),
     "tp2dp2 own forward step": (4, 2, 1, 1, {"own_step": True}),
+    "tp2dp2 fused head": (4, 2, 1, 1, {"fused": True}),
     "pp2dp2": (4, 1, 2, 1, {}),
     "dp2 three values": (2, 1, 1, 1, {"num_values": 3}),
     "pp2dp2 per token": (4, 1, 2, 1, {"per_token": True}),
@@ -183,7 +184,11 @@ def run_own_schedule(rank, world_size, name, batch):
             contract = LossContract(num_values=differs.get("num_values", 2), averages=own != "sum")
         if own:
             stage.config.finalize_model_grads_func = None
-        worker = GuestWorker(model, objective(cp, **loss), VOCAB_SIZE, contract=contract)
+        config = objective(cp, **loss)
+        if differs.get("fused"):
+            # Chunks that end inside rows.
+            config["model"] = {"fused_head": True, "fused_head_tokens": 20}
+        worker = GuestWorker(model, config, VOCAB_SIZE, contract=contract)
         prepared = worker.prepare(rows_of(batch, groups.dp_rank, groups.dp_size))
         assert len(prepared.microbatches) > 1, "more than one microbatch, or their number cancels by itself"
         arguments = prepared.schedule()

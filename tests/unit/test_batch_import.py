@@ -178,6 +178,7 @@ NEMO_RL_ERRORS = [
     ({"advantages": torch.zeros(2, 4)}, r"advantages has shape \(2, 4\).*must be \(2, 5\)"),
     ({"prev_logprobs": torch.zeros(2)}, r"prev_logprobs has shape \(2,\)"),
     ({"input_ids": torch.zeros(5).long()}, r"input_ids has shape \(5,\): expected \[sequences"),
+    ({"input_ids": torch.zeros(0, 5).long()}, r"input_ids has shape \(0, 5\): expected at least one"),
     ({"input_ids": torch.zeros(2, 5)}, "input_ids is torch.float32: expected integers"),
     ({"generation_logprobs": torch.zeros(2, 5).long()}, "generation_logprobs is torch.int64: expected float"),
     ({"generation_logprobs": [[0.0]]}, "generation_logprobs is a list: expected a tensor"),
