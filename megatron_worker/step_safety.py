@@ -62,7 +62,9 @@ def gradients_are_finite(model: Any) -> bool:
     parallelism: one norm each, one number back from the device.
     """
     if isinstance(model, DistributedDataParallel):
-        gradients = [buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+        # Megatron's list of flat buffers, in the place of torch's method of that name.
+        buffers: Any = model.buffers
+        gradients = [buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers)]
     else:
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = [gradient.norm() for gradient in gradients]
