@@ -32,50 +32,91 @@ from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.sampling import SamplingSpec
 
 
-def cancel_megatron_scaling(loss: torch.Tensor, num_microbatches: int, dp_size: int) -> torch.Tensor:
-    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
-    CP ranks.
+@dataclass(frozen=True, kw_only=True)
+class LossContract:
+    """What a Megatron job does with what its loss function returns. Two values are the default."""
 
-    For the two-value contract: the schedule multiplies by CP and divides by the number of microbatches, and
-    data parallelism divides gradients by DP x CP. What is left to cancel is num_microbatches x DP.
+    num_values: Literal[2, 3] = 2
+    """2: `(loss, report)`, which the schedule multiplies by CP and divides by the number of microbatches.
+    3: `(loss, num_tokens, report)`, divided by `num_tokens` and the number of microbatches. Without meaning
+    where `per_token` is set: three values then.
     """
-    return loss * (num_microbatches * dp_size)
+    per_token: bool = False
+    """`TransformerConfig.calculate_per_token_loss`: the schedule scales nothing; gradient finalisation
+    divides by the sum of `num_tokens`, and by nothing where that is 0.
+    """
+    averages: bool | None = None
+    """Is the gradient the mean over DP x CP ranks, as in torch's data parallelism, or their sum? None:
+    Megatron's, which averages unless `per_token` is set.
+    """
+
+    def __post_init__(self) -> None:
+        if self.num_values not in (2, 3):
+            raise ValueError(f"LossContract.num_values={self.num_values}: expected 2 or 3.")
+
+    def returned(
+        self,
+        value: torch.Tensor,
+        report: LossReport,
+        exact: bool,
+        num_microbatches: int,
+        groups: ParallelGroups,
+    ) -> tuple:
+        """What the loss function returns so that the optimizer sees the gradient of the sum of `value` over
+        microbatches and DP x CP ranks; `exact`: of that sum over the sum of `num_trained`.
+        """
+        num_trained = report.num_trained
+        if self.per_token:
+            num_tokens = num_trained if exact else torch.zeros_like(num_trained)
+        else:
+            num_tokens = torch.ones_like(num_trained)
+        return self.scaled(value, num_tokens, report, num_microbatches, groups)
+
+    def scaled(
+        self,
+        loss: torch.Tensor,
+        num_tokens: torch.Tensor,
+        report: Any,
+        num_microbatches: int,
+        groups: ParallelGroups,
+    ) -> tuple:
+        """What a loss function returns so that gradients are those of the plain sum of `loss` over
+        microbatches and DP x CP ranks; where `per_token`, of that sum over the sum of `num_tokens`.
+
+        Shapes: `loss`, `num_tokens` 0-dim; `num_tokens` int64. Collectives: none. Source: Megatron-core's
+        `forward_step_calc_loss` and `finalize_model_grads` (0.16.1).
+        """
+        loss = cancel_megatron_scaling(loss, num_microbatches, groups.dp_size, groups.cp_size, self)
+        if self.per_token:
+            return loss, num_tokens, report
+        if self.num_values == 3:
+            # The schedule divides by the count, and by nothing where that is 0.
+            return loss * num_tokens.clamp(min=1), num_tokens, report
+        return loss, report
 
 
-LossRegime = Literal["two_values", "three_values", "per_token"]
-"""What a loss function returns and Megatron makes of it. `two_values`: `(loss, report)`. `three_values`:
-`(loss, num_tokens, report)`, an average of each microbatch. `per_token`: the same under
-`calculate_per_token_loss`.
-"""
+TWO_VALUES = LossContract()
 
 
-def scaled_loss(
-    regime: LossRegime,
+def cancel_megatron_scaling(
     loss: torch.Tensor,
-    num_tokens: torch.Tensor,
-    report: Any,
     num_microbatches: int,
-    groups: ParallelGroups,
-) -> tuple:
-    """What a loss function returns so that gradients are those of the plain sum of `loss` over microbatches
-    and DP x CP ranks; `per_token`: of that sum over the sum of `num_tokens`.
+    dp_size: int,
+    cp_size: int = 1,
+    contract: LossContract = TWO_VALUES,
+) -> torch.Tensor:
+    """The loss to return so that the optimizer sees the gradient of the plain sum over microbatches and DP x
+    CP ranks: times the number of microbatches x DP for two values in Megatron's own data parallelism.
 
-    Shapes: `loss`, `num_tokens` 0-dim. Collectives: none. Source: Megatron-core's `forward_step_calc_loss`
-    and `finalize_model_grads` (0.16.1).
+    Never `loss` itself, which the schedule changes in place.
     """
-    if regime == "two_values":
-        return cancel_megatron_scaling(loss, num_microbatches, groups.dp_size), report
-    if regime == "per_token":
-        # The schedule scales nothing, finalisation divides by the counts of all microbatches and ranks.
-        return loss, num_tokens, report
-    # The schedule divides by both counts and knows no CP; data parallelism averages over DP x CP.
-    factor = num_microbatches * groups.dp_size * groups.cp_size
-    return loss * (num_tokens.clamp(min=1) * factor), num_tokens, report
-
-
-def loss_regime(loss: LossConfig) -> LossRegime:
-    """The regime of a run of ours."""
-    return "per_token" if divides_by_exact_count(loss) else "two_values"
+    averages = not contract.per_token if contract.averages is None else contract.averages
+    averaged = dp_size * cp_size if averages else 1
+    if contract.per_token:
+        return loss * averaged
+    if contract.num_values == 3:
+        return loss * (num_microbatches * averaged)
+    return loss * (num_microbatches * averaged / cp_size)
 
 
 def divides_by_exact_count(loss: LossConfig) -> bool:
@@ -187,21 +228,33 @@ def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
     return scoring_step
 
 
-def make_train_step(
-    loss: LossConfig, spec: SamplingSpec, head: OutputHead, num_microbatches: int
-) -> Callable:
-    """A forward step whose loss function returns the scaled loss and a `LossReport`; with `retained_exact`
-    the number of trained tokens between them.
+def make_loss_func(
+    loss: LossConfig,
+    spec: SamplingSpec,
+    head: OutputHead,
+    num_microbatches: int,
+    contract: LossContract = TWO_VALUES,
+) -> Callable[[Any, Microbatch, torch.Tensor], tuple]:
+    """`(model, microbatch, output)` to what the schedule expects of a loss function: the scaled loss and a
+    `LossReport`, as `contract` says. `output`: the last stage's logits `[b, L, v]`, as from `head.run`.
+
+    `retained_exact` needs a contract that is `per_token`.
     """
+
+    def loss_func(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
+        value, report = head.loss(model, output, microbatch, spec, loss)
+        return contract.returned(value, report, divides_by_exact_count(loss), num_microbatches, head.groups)
+
+    return loss_func
+
+
+def make_train_step(
+    loss_func: Callable[[Any, Microbatch, torch.Tensor], tuple], head: OutputHead
+) -> Callable:
+    """A forward step around `make_loss_func`'s result."""
 
     def train_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
-        return head.run(model, microbatch), partial(loss_of, model, microbatch)
-
-    def loss_of(model: Any, microbatch: Microbatch, output: torch.Tensor) -> tuple:
-        value, report = head.loss(model, output, microbatch, spec, loss)
-        return scaled_loss(
-            loss_regime(loss), value, report.num_trained, report, num_microbatches, head.groups
-        )
+        return head.run(model, microbatch), partial(loss_func, model, microbatch)
 
     return train_step

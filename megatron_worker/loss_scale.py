@@ -14,7 +14,7 @@ In a Megatron job of your own (one model chunk a rank), before its first step, o
         return model(tokens, positions, None)
 
     def loss_part(loss, num_tokens):                          # what your loss function returns
-        return scaled_loss("three_values", loss, num_tokens, {}, num_microbatches, groups)
+        return LossContract(num_values=3).scaled(loss, num_tokens, {}, num_microbatches, groups)
 
     check_loss_scale(ScaleProbe(model=ddp_model, groups=parallel_groups(), data=[tokens] * num_microbatches,
         shape=tuple(tokens.shape), run_stage=forward_step_part, loss_return=loss_part))
@@ -84,7 +84,7 @@ def check_loss_scale(probe: ScaleProbe) -> None:
         raise ValueError(
             f"gradients are {factor:.4g} times what the loss says ({len(wrong)} of {len(factors)} ranks, the "
             f"first is rank {rank}): {_suspect(factor, probe)} Correct what the loss function returns to "
-            "Megatron's schedule (megatron_worker.forward_step.scaled_loss), or set "
+            "Megatron's schedule (megatron_worker.forward_step.LossContract), or set "
             "train.check_loss_scale=false if the scale is meant."
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron_worker.microbatch_loss import LossReport
 from rlcore.batch import StepResult
@@ -57,8 +58,16 @@ def refuse_broken_step(
 
 
 def gradients_are_finite(model: Any) -> bool:
-    """Reads Megatron's flat gradient buffers: one norm each, one number back from the device."""
-    norms = [buffer.grad_data.norm() for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    """Reads Megatron's flat gradient buffers, or a model's own gradients where it is not in Megatron's data
+    parallelism: one norm each, one number back from the device.
+    """
+    if isinstance(model, DistributedDataParallel):
+        # Megatron's list of flat buffers, in the place of torch's method of that name.
+        buffers: Any = model.buffers
+        gradients = [buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers)]
+    else:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norms = [gradient.norm() for gradient in gradients]
     return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True
 
 

@@ -16,12 +16,12 @@ from megatron_worker.architecture import architecture_from_config, architecture_
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
+    LossContract,
     OutputHead,
     divides_by_exact_count,
-    loss_regime,
+    make_loss_func,
     make_scoring_step,
     make_train_step,
-    scaled_loss,
 )
 from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
@@ -31,6 +31,7 @@ from megatron_worker.microbatches import check_splits, join_scores, split_batch
 from megatron_worker.model_setup import build_model, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
+from megatron_worker.prepared_step import PreparedStep
 from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import raise_together
@@ -76,12 +77,14 @@ class MegatronWorker:
             if hf_path
             else architecture_from_config(config.model, task_vocab_size or 0)
         )
+        self.num_positions = self.arch.max_position_embeddings
         self.head = OutputHead(
             groups=self.groups,
             vocab_size=self.arch.vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
         )
+        self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
         stage = self._new_stage()
         self.reference = None
         if config.loss.kl_coef > 0:
@@ -108,13 +111,12 @@ class MegatronWorker:
         return model
 
     def scale_probe(self) -> ScaleProbe:
-        """The loss-scale self-test of this run: its own stage, loss regime and number of microbatches."""
+        """The loss-scale self-test of this run: its own stage, loss contract and number of microbatches."""
         data = tiny_microbatches(self.config, self.groups, self.device)
         rows, length = data[0].input_ids_bl.shape
 
         def loss_return(loss: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
-            regime = loss_regime(self.config.loss)
-            return scaled_loss(regime, loss, num_tokens, {}, len(data), self.groups)
+            return self.contract.scaled(loss, num_tokens, {}, len(data), self.groups)
 
         return ScaleProbe(
             model=self.model,
@@ -173,28 +175,26 @@ class MegatronWorker:
         logits, loss or gradients is refused on all ranks together (`StepResult.refused`), weights and
         optimizer untouched. `ValueError` on all ranks for a batch that the model or the loss cannot take.
         """
-        loss = self.config.loss
-        self._check_old_logprobs(batch)
-        self._check_batch_together(batch)
-        weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
-        microbatches = self._split(batch, weights)
-        has_kl_term = loss.kl_coef > 0 and loss.kl_in == "loss"
-        if not (bool(weights.num_retained > 0) or (has_kl_term and bool(weights.num_valid > 0))):
+        prepared = self.prepare(batch)
+        if prepared.is_empty:
             return StepResult(
-                metrics=reduce_metrics(empty_step_metrics(batch, weights), self.groups.dp, self.device),
+                metrics=reduce_metrics(
+                    empty_step_metrics(batch, prepared.weights), self.groups.dp, self.device
+                ),
                 stepped=False,
                 reason="no token of the whole step counts: nothing to train on",
             )
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        step = make_train_step(loss, self.spec, self.head, len(microbatches))
         self.model.train()
-        reports: list[LossReport] = self._run_schedule(self.model, step, microbatches)
-        refusal = refuse_broken_step(reports, self.model, self.groups, self.device)
+        reports: list[LossReport] = self._run_schedule(
+            self.model, prepared.forward_step, prepared.microbatches
+        )
+        refusal = self.refusal(reports)
         if refusal is not None:
             return refusal
-        metrics = reduce_metrics(self._own_metrics(reports, weights), self.groups.world, self.device)
-        if metrics["tokens/trained"] == 0 and not has_kl_term:
+        metrics = self.metrics(prepared, reports)
+        if metrics["tokens/trained"] == 0 and not prepared.has_kl_term:
             # Only the current pass knows this: momentum and weight decay must not move weights for nothing.
             return StepResult(
                 metrics=metrics,
@@ -205,9 +205,49 @@ class MegatronWorker:
         if not success:
             return StepResult(metrics=metrics, stepped=False, reason="Megatron's optimizer skipped the step")
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(increment=1)
+        if self.scheduler is not None:
+            self.scheduler.step(increment=1)
         metrics |= {"optimizer/grad_norm": float(grad_norm or 0.0), "optimizer/lr": float(learning_rate)}
         return StepResult(metrics=metrics, stepped=True)
+
+    def prepare(self, batch: TrainBatch) -> PreparedStep:
+        """One optimizer step over the batch, for a schedule and an optimizer of your own.
+
+        `ValueError` on all ranks for a batch that the model or the loss cannot take. Collective.
+        """
+        loss = self.config.loss
+        self._check_batch_together(batch, trains=True)
+        weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
+        microbatches = self._split(batch, weights)
+        loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
+        return PreparedStep(
+            forward_step=make_train_step(loss_func, self.head),
+            loss_func=loss_func,
+            microbatches=microbatches,
+            weights=weights,
+            has_kl_term=loss.kl_coef > 0 and loss.kl_in == "loss",
+        )
+
+    def refusal(self, reports: Sequence[LossReport]) -> StepResult | None:
+        """Why the optimizer must not step: NaN or inf anywhere; else None. The same on every rank.
+
+        `reports`: what the schedule returned on this rank. Collective: call it after the backward.
+        """
+        return refuse_broken_step(reports, self.model, self.groups, self.device)
+
+    def metrics(self, prepared: PreparedStep, reports: Sequence[LossReport]) -> dict[str, float]:
+        """The step's metrics over all ranks, from what the schedule returned on each. Collective."""
+        return reduce_metrics(self._own_metrics(reports, prepared.weights), self.groups.world, self.device)
+
+    def finish(self, prepared: PreparedStep, reports: Sequence[LossReport]) -> dict[str, float]:
+        """`metrics`, for a loop of your own: call it between the backward and your optimizer. Collective.
+
+        `ValueError` on every rank where there is a `refusal`: the optimizer must not step then.
+        """
+        refusal = self.refusal(reports)
+        if refusal is not None:
+            raise ValueError(refusal.reason)
+        return self.metrics(prepared, reports)
 
     def save(self, path: str) -> None:
         """Writes the policy as a Hugging Face folder."""
@@ -217,10 +257,8 @@ class MegatronWorker:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
         self._open.close()
 
-    def _check_old_logprobs(self, batch: TrainBatch) -> None:
-        """What the loss reads of the old policy is there. The same on every rank: whether the old pass ran is
-        decided by the loop, not by the data.
-        """
+    def _check_inputs(self, batch: TrainBatch) -> None:
+        """What the loss reads of the old policy and of the reference is there."""
         loss = self.config.loss
         if loss.actor_denominator == "retained" and batch.keep_old_sl is None:
             raise ValueError(
@@ -232,11 +270,18 @@ class MegatronWorker:
                 f"loss.policy={loss.policy} reads old logprobs, and the batch has none: score the batch with "
                 "logprobs() first, or set loss.policy=on_policy and loss.old_logprobs=skip."
             )
+        if loss.kl_coef > 0 and batch.reference_logprob_sl is None:
+            raise ValueError(
+                f"loss.kl_coef={loss.kl_coef} reads reference logprobs, and the batch has none: score the "
+                "batch with reference_logprobs() first, or set loss.kl_coef=0."
+            )
 
-    def _check_batch_together(self, batch: TrainBatch) -> None:
-        """A batch that one rank cannot take raises on all of them."""
+    def _check_batch_together(self, batch: TrainBatch, trains: bool = False) -> None:
+        """A batch that one rank cannot take raises on all of them. `trains`: or that the loss cannot."""
         error = None
         try:
+            if trains:
+                self._check_inputs(batch)
             self._check_batch(batch)
         except ValueError as cause:
             error = cause
@@ -267,7 +312,7 @@ class MegatronWorker:
     def _check_batch(self, batch: TrainBatch) -> None:
         """What the model cannot take, by name."""
         check_splits(batch)
-        longest, positions = batch.ids_sl.shape[1], self.arch.max_position_embeddings
+        longest, positions = batch.ids_sl.shape[1], self.num_positions
         if longest > positions:
             raise ValueError(
                 f"a batch of sequences padded to {longest} tokens, and the model has {positions} positions. "
@@ -284,13 +329,13 @@ class MegatronWorker:
                 "tokens: nothing predicts the first token of a sequence, nor padding, yet every denominator "
                 "would count it. Set token_mask_sl to False there, or begin the sequence with a prompt token."
             )
-        bad_sl = (batch.ids_sl < 0) | (batch.ids_sl >= self.arch.vocab_size)
+        bad_sl = (batch.ids_sl < 0) | (batch.ids_sl >= self.head.vocab_size)
         if bool(bad_sl.any()):
             row, column = bad_sl.nonzero()[0].tolist()
             raise ValueError(
                 f"id {int(batch.ids_sl[row, column])} of sample {row} at position {column} is outside the "
                 "model's "
-                f"vocabulary [0, {self.arch.vocab_size}). Use the tokenizer that belongs to the model."
+                f"vocabulary [0, {self.head.vocab_size}). Use the tokenizer that belongs to the model."
             )
 
     def _run_schedule(

@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.collectives": (),
     "rlcore.groups": ("rlcore.collectives",),
     "rlcore.batch": (),
+    "rlcore.batch_import": ("rlcore.batch",),
     "rlcore.quantiles": (),
     "rlcore.metrics": ("rlcore.collectives", "rlcore.quantiles"),
     "rlcore.masks": ("rlcore.metrics",),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_worker.forward_step import cancel_megatron_scaling
+from megatron_worker.forward_step import LossContract, cancel_megatron_scaling
 from megatron_worker.microbatch_loss import microbatch_loss, neutral_metrics
 from rlcore.batch import Microbatch
 from rlcore.collectives import all_reduce_, record_collectives
@@ -179,8 +179,26 @@ def test_a_broken_token_is_reported_with_its_sample_and_a_masked_one_is_not():
     assert [broken_samples(slot) for slot in range(3)] == [[0], [1], []]
 
 
-def test_the_scaling_that_megatron_adds_is_cancelled():
-    """Two-value contract: x CP / microbatches in the schedule, / (DP x CP) in data parallelism."""
-    for num_microbatches, dp, cp in ((1, 1, 1), (4, 2, 1), (3, 2, 2)):
-        loss = cancel_megatron_scaling(torch.tensor(5.0), num_microbatches, dp)
-        assert float(loss * cp / num_microbatches / (dp * cp)) == pytest.approx(5.0)
+@pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 2, 1), (3, 2, 2)])
+@pytest.mark.parametrize("averages", [True, False])
+def test_the_scaling_that_megatron_adds_is_cancelled(num_microbatches, dp, cp, averages):
+    """What is left after each contract's own arithmetic is the value. Data parallelism divides by DP x CP or
+    by nothing.
+    """
+    data_parallel = 1 / (dp * cp) if averages else 1.0
+    schedules = {
+        LossContract(averages=averages): cp / num_microbatches,
+        LossContract(num_values=3, averages=averages): 1 / num_microbatches,
+        LossContract(per_token=True, averages=averages): 1.0,
+    }
+    given = torch.tensor(5.0)
+    for contract, factor in schedules.items():
+        loss = cancel_megatron_scaling(given, num_microbatches, dp, cp, contract)
+        assert float(loss) * factor * data_parallel == pytest.approx(5.0)
+        assert loss is not given, "the schedule changes it in place"
+
+
+def test_the_default_contract_is_two_values_in_megatrons_data_parallelism():
+    assert float(cancel_megatron_scaling(torch.tensor(5.0), 4, 2)) == 40.0
+    per_token = LossContract(per_token=True)
+    assert float(cancel_megatron_scaling(torch.tensor(5.0), 4, 2, 2, per_token)) == 5.0, "it adds none then"

@@ -20,8 +20,8 @@ def wrong_cp_factor():
 
     right = forward_step.cancel_megatron_scaling
 
-    def planted(loss, num_microbatches, dp_size):
-        return right(loss, num_microbatches, dp_size) / 2
+    def planted(*args):
+        return right(*args) / 2
 
     return mock.patch.object(forward_step, "cancel_megatron_scaling", planted)
 
@@ -33,7 +33,7 @@ def dp_size_left_out():
     return mock.patch.object(
         forward_step,
         "cancel_megatron_scaling",
-        lambda loss, num_microbatches, dp_size: loss * num_microbatches,
+        lambda loss, num_microbatches, dp_size, cp_size, contract: loss * num_microbatches,
     )
 
 
@@ -42,7 +42,9 @@ def microbatches_left_out():
     from megatron_worker import forward_step
 
     return mock.patch.object(
-        forward_step, "cancel_megatron_scaling", lambda loss, num_microbatches, dp_size: loss * dp_size
+        forward_step,
+        "cancel_megatron_scaling",
+        lambda loss, num_microbatches, dp_size, cp_size, contract: loss * dp_size,
     )
 
 

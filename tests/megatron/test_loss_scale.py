@@ -14,7 +14,11 @@ from tests.rank_pool import RankError, run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
-REGIMES = ("two_values", "three_values", "per_token")
+CONTRACTS = {
+    "two_values": {},
+    "three_values": {"num_values": 3},
+    "per_token": {"per_token": True},
+}
 
 
 def scale_config(layout, num_microbatches=2, *, per_token=False, checks=False, dtype="float32"):
@@ -30,7 +34,7 @@ def scale_config(layout, num_microbatches=2, *, per_token=False, checks=False, d
 
 def factors_on_rank(rank, world_size, config, regime, multiplier):
     """Factors of the world under a loss function of that regime, whose loss is `multiplier` too large."""
-    from megatron_worker.forward_step import scaled_loss
+    from megatron_worker.forward_step import LossContract
     from megatron_worker.loss_scale import measure_loss_scale
     from megatron_worker.worker import MegatronWorker
 
@@ -42,14 +46,15 @@ def factors_on_rank(rank, world_size, config, regime, multiplier):
             if regime == "plain":
                 # A job that cancels nothing.
                 return loss * multiplier, {}
-            return scaled_loss(regime, loss * multiplier, num_tokens, {}, len(probe.data), worker.groups)
+            contract = LossContract(**CONTRACTS[regime])
+            return contract.scaled(loss * multiplier, num_tokens, {}, len(probe.data), worker.groups)
 
         return measure_loss_scale(dataclasses.replace(probe, loss_return=loss_return)), len(probe.data)
     finally:
         worker.close()
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", CONTRACTS)
 @pytest.mark.parametrize(
     "layout", ["tp1", "dp2+distopt", "tp2pp2+sp", "pp2dp2", "pp2cp2", "dp2cp2", "tp2cp2+sp+fused"]
 )
@@ -61,7 +66,7 @@ def test_every_regime_has_factor_one(layout, regime):
         assert count == 2 and factors == pytest.approx([1.0] * world_size, abs=1e-6)
 
 
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", CONTRACTS)
 def test_the_factor_is_measured_not_only_judged(regime):
     config = scale_config("dp2cp2", per_token=regime == "per_token")
     for factors, _ in run_ranks(factors_on_rank, 4, config, regime, 3.0):
@@ -171,11 +176,11 @@ def test_the_first_step_is_the_same_with_and_without_it(batch):
 
 def foreign_on_rank(rank, world_size, layout_values, per_token):
     """A Megatron job without a worker: its own model, schedule and a three-value or per-token loss."""
-    from megatron_worker.forward_step import scaled_loss
+    from megatron_worker.forward_step import LossContract
     from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, measure_loss_scale
     from tests.megatron.packing_cases import stage
 
-    regime = "per_token" if per_token else "three_values"
+    contract = LossContract(num_values=3, per_token=per_token)
     with stage(layout_values, 1) as (_, _, groups, model):
         model.config.calculate_per_token_loss = per_token
         tokens = torch.zeros(3, 4, dtype=torch.int64)
@@ -186,7 +191,7 @@ def foreign_on_rank(rank, world_size, layout_values, per_token):
             data=[tokens] * 3,
             shape=(3, 4),
             run_stage=lambda model, tokens: model(tokens, position, None),
-            loss_return=lambda loss, num_tokens: scaled_loss(regime, loss, num_tokens, {}, 3, groups),
+            loss_return=lambda loss, num_tokens: contract.scaled(loss, num_tokens, {}, 3, groups),
         )
         if not per_token:
             check_loss_scale(probe)
