@@ -84,9 +84,9 @@ class CheckLayout:
 def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
     """The run's config with a tiny model of its architecture in float32, cut as `layout` says.
 
-    Loss, sampling (its top-k is a share of the tiny vocabulary) and importance correction stay the run's. Gradients are
-    read after the step, so nothing clips them and no optimizer shards them. `ValueError` for a layout that
-    the run's own architecture does not allow.
+    Loss, sampling (its top-k is a share of the tiny vocabulary) and importance correction stay the run's.
+    Gradients are read after the step, so nothing clips them and no optimizer shards them. `ValueError` for a
+    layout that the run's own architecture does not allow.
     """
     arch = (
         architecture_from_hf(run.model.hf_path)

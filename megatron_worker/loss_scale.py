@@ -238,7 +238,8 @@ def _untouched(model: Any) -> Iterator[None]:
     buffers = [*model.buffers, *model.expert_parallel_buffers]
     # At start-up they are zero, and a large model has no room for a copy.
     kept = [buffer.grad_data.clone() if bool(buffer.grad_data.any()) else None for buffer in buffers]
-    was_training, tracker = model.training, get_cuda_rng_tracker()
+    was_training = model.training
+    tracker: Any = get_cuda_rng_tracker()
     states, host = tracker.get_states(), torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     model.zero_grad_buffer()

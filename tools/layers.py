@@ -66,7 +66,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.layout": CORE,
     "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.cli": ("rlcore", "megatron_worker"),
-    "megatron_worker": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout", "rlcore.step_weights"),
+    "megatron_worker": (
+        *(*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout", "rlcore.step_weights"),
+        *("rlcore.quantiles",),
+    ),
 }
 """Imports point one way: the trainer sees only interfaces; megatron_worker never sees the loop."""
 

@@ -55,18 +55,18 @@ def test_a_layout_on_ranks_of_its_own(tmp_path):
 
 
 def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
-    """Both ranks leave with an error, rank 0 prints the table."""
+    """Both ranks leave with an error, rank 0 prints the table. One process has no TP rank 1 to be wrong."""
     script = tmp_path / "broken_job.py"
     script.write_text(
         "from rlcore.cli.main import main\n"
         "from tests.megatron.planted_faults import planted\n"
-        "with planted('temperature_twice'):\n"
-        "    main(['check', '--tp', '2', 'sampling.temperature=0.8'])\n"
+        "with planted('gradient_of_one_tp_rank_scaled'):\n"
+        "    main(['check', '--tp', '2'])\n"
     )
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*launcher, str(script))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.count("MISMATCH") == 1 and "logprob" in done.stdout
+    assert done.stdout.count("MISMATCH: 3 of") == 1, done.stdout
 
 
 @pytest.mark.parametrize(

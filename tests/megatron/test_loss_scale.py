@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tests.megatron.layout_cases import LAYOUTS, make_config, train_on_rank
 from tests.megatron.planted_faults import planted
-from tests.rank_pool import RankError, run_ranks
+from tests.rank_pool import run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -92,11 +93,15 @@ def test_bfloat16_is_within_the_tolerance():
 
 
 def start_on_rank(rank, world_size, config, fault):
+    """The message of the error at start-up; caught here, because all ranks have it and the pool lives on."""
     from megatron_worker.worker import MegatronWorker
 
     with planted(fault):
-        MegatronWorker(config).close()
-    return True
+        try:
+            MegatronWorker(config).close()
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -109,11 +114,10 @@ def start_on_rank(rank, world_size, config, fault):
 )
 def test_a_wrong_scale_is_refused_at_start_up_on_every_rank(fault, layout, message):
     config = scale_config(layout, 4, checks=True)
-    with pytest.raises(RankError, match=message) as caught:
-        run_ranks(start_on_rank, 4, config, fault, timeout_s=60)
-    assert [name for _, name, _, _ in caught.value.errors] == ["ValueError"] * 4
+    for said in run_ranks(start_on_rank, 4, config, fault):
+        assert re.match(message, said or "started")
     unchecked = scale_config(layout, 4, checks=False)
-    assert all(run_ranks(start_on_rank, 4, unchecked, fault)), "train.check_loss_scale=false"
+    assert run_ranks(start_on_rank, 4, unchecked, fault) == [None] * 4, "train.check_loss_scale=false"
 
 
 def leaves_on_rank(rank, world_size, config):
