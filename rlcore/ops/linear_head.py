@@ -79,9 +79,9 @@ class LinearHead:
         )
         head = LinearHead(target_t=target_t, spec=spec, tp_group=tp_group, vocab=vocab, **options)
         _check(hidden_td, weight_vd, head)
-        check_coverage(weight_vd.t(), vocab.start, vocab.vocab_size, tp_group)
         validate = hidden_td.device.type == "cpu" if head.validate is None else head.validate
         if validate:
+            check_coverage(weight_vd.t(), vocab.start, vocab.vocab_size, tp_group)
             check_targets(target_t, vocab.vocab_size)
         return replace(head, validate=validate)
 

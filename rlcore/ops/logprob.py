@@ -116,11 +116,11 @@ def vocab_parallel_logprob(
     """
     check_shapes(logits_tv, target_t)
     vocab = vocab or _equal_shard(logits_tv, tp_group)
-    check_coverage(logits_tv, vocab.start, vocab.vocab_size, tp_group)
     validate = logits_tv.device.type == "cpu" if validate is None else validate
     passes = select_passes(backend, logits_tv)
     replay = replay if _replays(replay_mode) else None
     if validate:
+        check_coverage(logits_tv, vocab.start, vocab.vocab_size, tp_group)
         check_ids(target_t, vocab.vocab_size, replay, penalties)
     if spec.penalises and penalties is not None:
         logits_tv = penalised_logits(logits_tv, penalties, spec, vocab.start)

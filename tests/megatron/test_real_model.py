@@ -105,7 +105,8 @@ def test_truncated_logprobs_equal_a_single_process_reference(smollm2_path, refer
     batch = TrainBatch(
         ids_sl=ids_sl,
         length_s=torch.tensor([length]),
-        token_mask_sl=torch.ones(1, length).bool(),
+        # Nothing predicts the first token.
+        token_mask_sl=torch.arange(length)[None] > 0,
         sample_mask_s=torch.ones(1).bool(),
         advantage_sl=zeros_sl,
         sampler_logprob_sl=zeros_sl,
