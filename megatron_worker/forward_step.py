@@ -28,6 +28,7 @@ from megatron_worker.microbatch_loss import (
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
+from rlcore.ops.linear_head import CHUNK_TOKENS
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
 from rlcore.sampling import SamplingSpec
 
@@ -137,7 +138,7 @@ class OutputHead:
     """Real vocabulary size."""
     fused: bool
     """Score hidden states and the head's weight; the stage then runs without its head."""
-    fused_tokens: int = 1024
+    fused_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at once when fused."""
 
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:

@@ -25,7 +25,7 @@ from rlcore.metrics import (
     neutral_like,
     quantiles_over,
 )
-from rlcore.ops.kl import KL_ESTIMATORS, KLRule, KLTerms
+from rlcore.ops.kl import KL_ESTIMATORS, KLRule, KLTerms, k3_of_log_ratio
 from rlcore.ops.logprob import TokenLogprobs
 from rlcore.ops.loss import (
     ClipBounds,
@@ -192,7 +192,7 @@ def policy_metrics(
         "ratio/clipped_low": mean_over(policy.clipped_low_t, mask_t),
         "ratio/clipped_high": mean_over(policy.clipped_high_t, mask_t),
         "ratio/kl_k1": mean_over(-policy.log_ratio_t, mask_t),
-        "ratio/kl_k3": mean_over(torch.expm1(log_ratio_t) - log_ratio_t, mask_t),
+        "ratio/kl_k3": mean_over(k3_of_log_ratio(log_ratio_t), mask_t),
         "filter/log_mass": mean_over(scores.log_mass_t, valid_t),
         "filter/num_kept": mean_over(scores.num_kept_t, valid_t),
         "filter/out_of_support": mean_over(~scores.keep_t, valid_t),

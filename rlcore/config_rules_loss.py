@@ -26,7 +26,7 @@ def check_loss(config: RunConfig) -> None:
     check_importance_cap(config)
     check_raw_weights(config)
     check_importance_statistic(config)
-    check_importance_needs_ratio(config)
+    check_on_policy_correction(config)
     check_sequence_error(config)
 
 
@@ -149,15 +149,14 @@ def check_old_mask(config: RunConfig) -> None:
 def check_kl_options(config: RunConfig) -> None:
     """Options of a KL term that is off, or that has no gradient, do nothing."""
     loss = config.loss
-    options = {"kl_type": "k3", "kl_gradient": "score", "kl_in": "loss"}
-    for name, default in options.items():
+    for name in ("kl_type", "kl_gradient", "kl_in"):
         value = getattr(loss, name)
-        if loss.kl_coef == 0 and value != default:
+        if loss.kl_coef == 0 and value != getattr(type(loss), name):
             raise ConfigError(
                 f"loss.{name}={value} with loss.kl_coef=0 does nothing. Set loss.kl_coef above 0, or remove "
                 "it."
             )
-    if loss.kl_in == "reward" and loss.kl_gradient != "score":
+    if loss.kl_in == "reward" and loss.kl_gradient != type(loss).kl_gradient:
         raise ConfigError(
             f"loss.kl_gradient={loss.kl_gradient} does nothing under loss.kl_in=reward: a reward has no "
             "gradient. Remove it."
@@ -240,8 +239,8 @@ def check_importance_statistic(config: RunConfig) -> None:
         )
 
 
-def check_importance_needs_ratio(config: RunConfig) -> None:
-    """Sequence weights belong to sequence ratios or token ratios alike; on-policy data needs none."""
+def check_on_policy_correction(config: RunConfig) -> None:
+    """Data of this very policy needs no correction."""
     correction = config.importance.correction
     if config.loss.policy == "on_policy" and correction != "none":
         raise ConfigError(

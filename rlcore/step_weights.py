@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlcore.batch import TrainBatch
-from rlcore.collectives import Group, all_reduce_
+from rlcore.collectives import Group
 from rlcore.config import ImportanceConfig, LossConfig
 from rlcore.masks import kl_mask, retained_mask, sequence_check, why_tokens_left
 from rlcore.metrics import Metric, Sum
 from rlcore.ops.aggregation import (
     LossCounts,
+    count_step,
     fixed_length,
     seq_mean_token_mean,
     seq_mean_token_sum,
@@ -67,7 +68,7 @@ def weigh_step(
 ) -> StepWeights:
     """The weights of a batch, from what is known before the current policy's forward.
 
-    Collectives: one all-reduce of 7 float64 over `dp_group`, whatever the data. Mutates: nothing.
+    Collectives: one all-reduce of 6 float64 over `dp_group`, whatever the data. Mutates: nothing.
     """
     shape = batch.token_mask_sl.shape
     sample_sl = batch.sample_mask_s[:, None].expand(shape)
@@ -79,8 +80,8 @@ def weigh_step(
     positive_t = retained_t & (batch.advantage_sl > 0).reshape(-1)
     index_s = torch.arange(shape[0], device=valid_t.device)
     segments = Segments(segment_t=index_s.repeat_interleave(shape[1]), num_segments=shape[0])
-    counts = _count([valid_t, retained_t, positive_t], shape[0], dp_group)
-    valid, retained, positive = counts
+    per_sequence = [mask_t.view(shape).sum(dim=1).double() for mask_t in (valid_t, retained_t, positive_t)]
+    valid, retained, positive = count_step(per_sequence, dp_group)
     policy = (valid_t, valid) if loss.actor_denominator == "valid" else (retained_t, retained)
     if loss.actor_denominator == "retained_exact":
         # Megatron divides by the exact count once every microbatch has said its part of it.
@@ -115,18 +116,6 @@ def empty_step_metrics(batch: TrainBatch, weights: StepWeights) -> dict[str, Met
         weights.sequence_keep_sl,
     )
     return reasons | weights.metrics
-
-
-def _count(masks: list[torch.Tensor], num_sequences: int, dp_group: Group) -> list[LossCounts]:
-    """The counts of each mask over the whole step."""
-    per_sequence = [mask_t.view(num_sequences, -1).sum(dim=1).double() for mask_t in masks]
-    own = [number for tokens_s in per_sequence for number in (tokens_s.sum(), (tokens_s > 0).sum().double())]
-    # Every data-parallel rank adds its samples; an empty one adds zeros.
-    total = all_reduce_(torch.stack(own), "sum", dp_group)
-    return [
-        LossCounts(num_tokens=tokens, num_sequences=sequences, num_tokens_s=tokens_s)
-        for tokens_s, (tokens, sequences) in zip(per_sequence, total.view(-1, 2), strict=True)
-    ]
 
 
 def _multipliers(

@@ -24,7 +24,7 @@ from rlcore.groups import ParallelGroups
 from rlcore.interfaces import PolicyWorker, RolloutEngine, RunLog, Task
 from rlcore.masks import kl_mask, retained_mask
 from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_over, reduce_metrics
-from rlcore.ops.kl import kl_reward_penalty
+from rlcore.ops.kl import MAX_LOG_RATIO, k3_of_log_ratio, kl_reward_penalty
 from rlcore.reward_groups import MAX_REWARD, group_rewards
 
 
@@ -326,10 +326,6 @@ def step_metrics(
     }
 
 
-# Clamp of the log ratio before exp, in nats: exp(20) is far from overflowing a mean.
-MAX_LOG_RATIO = 20.0
-
-
 def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
     """How far the trainer's old policy is from the sampler, on the same tokens.
 
@@ -352,7 +348,7 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
     return {
         "mismatch/abs_mean": mean_over(log_ratio_sl.abs(), both_sl),
         "mismatch/abs_max": max_over(log_ratio_sl.abs(), both_sl),
-        "mismatch/k3": mean_over(torch.expm1(bounded_sl) - bounded_sl, both_sl),
+        "mismatch/k3": mean_over(k3_of_log_ratio(bounded_sl), both_sl),
         "mismatch/out_of_support": mean_over(~batch.keep_old_sl, valid_sl),
         "mismatch/sampler_out_of_support": mean_over(~keep_sampler_sl, valid_sl),
         "mismatch/sampler_nan": Sum((nan_sl & valid_sl).sum()),

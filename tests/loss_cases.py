@@ -12,7 +12,7 @@ import torch
 
 from rlcore.ops.aggregation import (
     LossCounts,
-    count_sequences,
+    count_step,
     count_tokens,
     fixed_length,
     seq_mean_token_mean,
@@ -110,10 +110,7 @@ class Batch:
 
 def counts_of(mask_t: torch.Tensor, segments: Segments, group=None) -> LossCounts:
     """The counts of a step that is this one microbatch; `mask_t` is this CP rank's."""
-    num_tokens_s = count_tokens(mask_t, segments, group)
-    return LossCounts(
-        num_tokens=num_tokens_s.sum(), num_sequences=count_sequences(num_tokens_s), num_tokens_s=num_tokens_s
-    )
+    return count_step([count_tokens(mask_t, segments, group)])[0]
 
 
 def make_batch(lengths, seed=0, dtype=torch.float64, masked=0.25) -> Batch:

@@ -11,11 +11,12 @@ weighs sequences by their length; Dr.GRPO `fixed_length`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from rlcore.collectives import Group
+from rlcore.collectives import Group, all_reduce_
 from rlcore.ops.segments import Segments, segment_sums
 
 
@@ -46,6 +47,25 @@ def count_sequences(num_tokens_s: torch.Tensor) -> torch.Tensor:
     sequences.
     """
     return (num_tokens_s > 0).sum().double()
+
+
+def count_step(per_sequence: Sequence[torch.Tensor], dp_group: Group = None) -> list[LossCounts]:
+    """The counts of several masks over a step, from each one's counting tokens `[num_segments]`: those of all
+    the step's sequences on this data-parallel rank, over its CP ranks.
+
+    Collectives: one all-reduce of two float64 a mask over `dp_group`, whatever the data: an empty rank adds
+    zeros.
+    """
+    own = [
+        number
+        for num_tokens_s in per_sequence
+        for number in (num_tokens_s.double().sum(), count_sequences(num_tokens_s))
+    ]
+    total = all_reduce_(torch.stack(own), "sum", dp_group)
+    return [
+        LossCounts(num_tokens=tokens, num_sequences=sequences, num_tokens_s=num_tokens_s)
+        for num_tokens_s, (tokens, sequences) in zip(per_sequence, total.view(-1, 2), strict=True)
+    ]
 
 
 def token_mean(mask_t: torch.Tensor, counts: LossCounts) -> torch.Tensor:

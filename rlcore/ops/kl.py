@@ -142,6 +142,14 @@ KL_ESTIMATORS: dict[str, Callable[..., KLTerms]] = {
 """By the name a config has; `mse` is another name of k2."""
 
 
+def k3_of_log_ratio(log_ratio_t: torch.Tensor) -> torch.Tensor:
+    """exp(r) - 1 - r for r = -d, without mask or clamps: k3 where only its value is wanted, for diagnostics.
+
+    expm1 keeps the quadratic term of small differences, which exp(r) - 1 - r would round away.
+    """
+    return torch.expm1(log_ratio_t) - log_ratio_t
+
+
 def kl_reward_penalty(
     logprob_t: torch.Tensor,
     reference_logprob_t: torch.Tensor,

@@ -2,11 +2,10 @@
 before the step.
 
 One function per surrogate. Methods that differ in the aggregation alone are the same function:
-- GRPO, PPO: `clipped_policy_terms`; DAPO: the same with unequal epsilons and the token mean; Dr.GRPO: the
-same
-  with the fixed length (`ops/aggregation.py`), and advantages without the deviation;
+- GRPO, PPO: `clip_terms`; DAPO: the same with unequal epsilons and the token mean; Dr.GRPO: the same with the
+  fixed length (`ops/aggregation.py`), and advantages without the deviation;
 - GSPO: `ops/sequence_loss.py`; CISPO, REINFORCE and RLOO, on-policy, positive-example NLL, entropy bonus:
-here.
+  here.
 
 Every derivative is written by hand in the pass that computes the value (`ops/pointwise.py`).
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
+
+from rlcore.ops.rows import pick_rows, write_rows
 
 # Width in nats of a bracket that has no lower end yet: exp(-32) is nothing beside the row's largest entry.
 OPEN_WIDTH = 32.0
@@ -34,18 +36,13 @@ class Bracket:
         """Some of the rows, in ascending order."""
         if index_a.shape[0] == self.low_u.shape[0]:
             return self
-        return Bracket(**{f.name: getattr(self, f.name)[index_a] for f in fields(self)})
+        return pick_rows(self, index_a)
 
     def with_rows(self, index_a: torch.Tensor, part: Bracket) -> Bracket:
         """This bracket with some rows, in ascending order, taken from `part`."""
         if index_a.shape[0] == self.low_u.shape[0]:
             return part
-        return Bracket(
-            **{
-                f.name: getattr(self, f.name).index_copy(0, index_a, getattr(part, f.name))
-                for f in fields(self)
-            }
-        )
+        return write_rows(self, index_a, part)
 
 
 def tighten(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from rlcore.sampling import RowSampling, SamplingSpec
+
+T = TypeVar("T")
 
 # Rows whose top-k is off, as a count: larger than any vocabulary.
 NO_TOP_K = 2**31
@@ -83,7 +85,7 @@ class RowParams:
 
     def rows(self, row_u: torch.Tensor) -> RowParams:
         """The parameters of some rows."""
-        return RowParams(**{f.name: _pick(getattr(self, f.name), row_u) for f in fields(self)})
+        return pick_rows(self, row_u)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class RowStats:
 
     def rows(self, row_u: torch.Tensor) -> RowStats:
         """The statistics of some rows."""
-        return RowStats(**{f.name: _pick(getattr(self, f.name), row_u) for f in fields(self)})
+        return pick_rows(self, row_u)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +148,7 @@ class Support:
 
     def with_rows(self, row_u: torch.Tensor, other: Support) -> Support:
         """This support with some rows taken from `other`, in the order of `row_u`."""
-        merged = {
-            f.name: getattr(self, f.name).index_copy(0, row_u, getattr(other, f.name)) for f in fields(self)
-        }
-        return Support(**merged)
+        return write_rows(self, row_u, other)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +168,7 @@ class Cut:
 
     def with_rows(self, row_u: torch.Tensor, other: Cut) -> Cut:
         """This cut with some rows taken from `other`, in the order of `row_u`."""
-        return Cut(
-            **{
-                f.name: getattr(self, f.name).index_copy(0, row_u, getattr(other, f.name))
-                for f in fields(self)
-            }
-        )
+        return write_rows(self, row_u, other)
 
     def with_rows_where(self, condition_t: torch.Tensor, other: Cut) -> Cut:
         """This cut with the rows of the condition taken from `other`, which has as many rows."""
@@ -196,8 +190,18 @@ class Cut:
         return torch.minimum(needed_t.long(), self.num_tied_t)
 
 
-def _pick(value: Any, row_u: torch.Tensor) -> Any:
-    return value[row_u] if isinstance(value, torch.Tensor) else value
+def pick_rows(value: T, row_u: torch.Tensor) -> T:
+    """A dataclass of one entry a row, of some rows; fields that are no tensor hold for all rows."""
+    tensors = {f.name: getattr(value, f.name) for f in fields(value)}  # type: ignore[arg-type]
+    picked = {name: v[row_u] for name, v in tensors.items() if isinstance(v, torch.Tensor)}
+    return replace(value, **picked)  # type: ignore[type-var]
+
+
+def write_rows(value: T, row_u: torch.Tensor, other: T) -> T:
+    """`value` with the rows `row_u` taken from `other`, a dataclass of so many rows, in that order."""
+    names = [f.name for f in fields(value)]  # type: ignore[arg-type]
+    merged = {name: getattr(value, name).index_copy(0, row_u, getattr(other, name)) for name in names}
+    return replace(value, **merged)  # type: ignore[type-var]
 
 
 def _from_rows(

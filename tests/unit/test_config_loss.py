@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {**ICEPOP, "statistic": "sum"},
         r"importance.statistic=sum does nothing under importance.correction=icepop.*set importance.correct",
     ),
-    # check_importance_needs_ratio
+    # check_on_policy_correction
     (
         {"policy": "on_policy"},
         TIS,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlcore.collectives import Group
-from rlcore.ops.aggregation import LossCounts, count_sequences, count_tokens, seq_mean_token_mean
+from rlcore.ops.aggregation import count_step, count_tokens, seq_mean_token_mean
 from rlcore.ops.kl import k3
 from rlcore.ops.loss import ClipBounds, PolicyTokens, cispo_terms, clip_terms, reinforce_terms
 from rlcore.ops.pointwise import differentiable, evaluate
@@ -101,10 +101,7 @@ def make_problem(num_tokens: int, device: str) -> LossProblem:
     mask_t = (draw() > -1.0).to(device)
     segment_t = torch.arange(num_tokens, device=device) // LENGTH
     segments = Segments(segment_t=segment_t, num_segments=(num_tokens - 1) // LENGTH + 1)
-    num_tokens_s = count_tokens(mask_t, segments)
-    counts = LossCounts(
-        num_tokens=num_tokens_s.sum(), num_sequences=count_sequences(num_tokens_s), num_tokens_s=num_tokens_s
-    )
+    counts = count_step([count_tokens(mask_t, segments)])[0]
     tokens = PolicyTokens(
         logprob_t=logprob_t,
         old_logprob_t=old_t.to(device),
