@@ -1,5 +1,5 @@
-"""How torch's transports (gloo, nccl, its store) say that a peer is late, or gone. Their errors have no class in
-common, so the text decides.
+"""How torch's transports (gloo, nccl, its store) say that a peer is late, or gone. Their errors have no class
+in common, so the text decides.
 """
 
 from __future__ import annotations

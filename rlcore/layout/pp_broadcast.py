@@ -17,7 +17,15 @@ import torch
 from rlcore.collectives import broadcast_
 from rlcore.groups import ParallelGroups
 
-_SENT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+_SENT_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ def broadcast_from_last_stage(
     """The fields on every stage, each of `shape`.
 
     `values` holds exactly the fields on the last stage and is None elsewhere.
-    Collectives: one broadcast over PP of 1 + sum of (dtype's size, 1/8 for bool) bytes a token; none with one stage.
+    Collectives: one broadcast over PP, 1 byte and, a token, each dtype's size (1/8 for bool); none with one
+    stage.
     Raises `ValueError` on every stage when the last one had missing, extra, misshapen or mistyped values.
     """
     problem = _problem(fields, values, shape) if groups.is_last_stage else ""

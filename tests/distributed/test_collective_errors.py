@@ -1,4 +1,4 @@
-"""A rank that never comes, or that ended: its peers learn which call, which group, which rank, and in time."""
+"""A rank that never comes: its peers learn which call, which group, which rank, and in time."""
 
 from __future__ import annotations
 
