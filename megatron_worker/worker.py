@@ -34,7 +34,7 @@ from megatron_worker.packed_microbatches import pack_batch, unpack_scores
 from megatron_worker.prepared_step import PreparedStep
 from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
-from rlcore.collectives import raise_together
+from rlcore.collectives import name_failure, raise_together
 from rlcore.config import RunConfig
 from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
 from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
@@ -201,7 +201,8 @@ class MegatronWorker:
                 stepped=False,
                 reason="the current policy's support and the importance filter leave no token of the step",
             )
-        success, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
+        with name_failure("Megatron's optimizer step", None):
+            success, grad_norm, _ = self.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]
         if not success:
             return StepResult(metrics=metrics, stepped=False, reason="Megatron's optimizer skipped the step")
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -349,16 +350,18 @@ class MegatronWorker:
     ) -> list:
         """Megatron's schedule over the microbatches; what the loss function returned, on the last stage."""
         rows, length = microbatches[0].input_ids_bl.shape
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(microbatches),
-            model=[model],
-            num_microbatches=len(microbatches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=collect,
-        )
+        kind = "forward" if forward_only else "forward-backward"
+        with name_failure(f"Megatron's {kind} schedule of {len(microbatches)} microbatches", None):
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(microbatches),
+                model=[model],
+                num_microbatches=len(microbatches),
+                seq_length=length,
+                micro_batch_size=rows,
+                forward_only=forward_only,
+                collect_non_loss_data=collect,
+            )
 
     def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""

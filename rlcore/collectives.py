@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from rlcore.transport_errors import is_transport_error
+
 # torch.distributed.ProcessGroup | None; torch exports no public name for it on builds without distributed.
 Group = Any
 ReduceOp = Literal["sum", "max", "min"]
@@ -29,6 +31,41 @@ class CollectiveCall:
     num_bytes: int
     """Bytes of the tensor this rank handed in."""
 
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish: a peer came too late, or ended. Says which call, which group, which rank.
+
+    Not for nccl time-outs: its watchdog ends the process, with a message of its own.
+    """
+
+
+@contextmanager
+def name_failure(call: str, group: Group) -> Iterator[None]:
+    """Turns a transport's error, which knows sockets only, into a `CollectiveError`; others pass unchanged.
+
+    `call`: what this rank was doing, for the message.
+    """
+    try:
+        yield
+    except CollectiveError:
+        raise  # an inner call has said it more exactly
+    except RuntimeError as error:
+        if not is_transport_error(f"{type(error).__name__}: {error}"):
+            raise
+        raise CollectiveError(f"{call} over {_describe(group)} on rank {dist.get_rank()}: {error}") from error
+
+
+def _describe(group: Group) -> str:
+    """`TENSOR_MODEL_PARALLEL_GROUP (ranks 0, 1)`: Megatron's names; every rank of the run for None."""
+    group = dist.group.WORLD if group is None else group
+    ranks = dist.get_process_group_ranks(group)
+    name = "all ranks" if len(ranks) == dist.get_world_size() else group.group_desc
+    shown = ", ".join(map(str, ranks[:_MOST_SHOWN])) + (", ..." if len(ranks) > _MOST_SHOWN else "")
+    return f"{name} (ranks {shown})"
+
+
+# Ranks of a group that a message lists.
+_MOST_SHOWN = 16
 
 _recorders: list[list[CollectiveCall]] = []
 
@@ -49,6 +86,10 @@ def _record(kind: str, tensor: torch.Tensor, group: Group) -> None:
         calls.append(CollectiveCall(kind, dist.get_world_size(group), tensor.numel() * tensor.element_size()))
 
 
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def group_size(group: Group) -> int:
     """Number of ranks in the group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
@@ -64,7 +105,8 @@ def all_reduce_(tensor: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tenso
     if group_size(group) > 1:
         _record("all_reduce", tensor, group)
         # Waits for every rank of `group`; all of them call it whatever their data.
-        dist.all_reduce(tensor, op=_OPS[op], group=group)
+        with name_failure(f"all_reduce ({op}) of {_shape(tensor)}", group):
+            dist.all_reduce(tensor, op=_OPS[op], group=group)
     return tensor
 
 
@@ -79,7 +121,8 @@ def all_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     tensor = tensor.contiguous()
     out = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
     # Waits for every rank of `group`; shapes are equal on all of them by contract.
-    dist.all_gather(list(out.unbind(0)), tensor, group=group)
+    with name_failure(f"all_gather of {_shape(tensor)}", group):
+        dist.all_gather(list(out.unbind(0)), tensor, group=group)
     return out
 
 
@@ -91,7 +134,8 @@ def reduce_scatter(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     _record("reduce_scatter", tensor, group)
     out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
     # Waits for every rank of `group`; shapes are equal on all of them by contract.
-    dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
+    with name_failure(f"reduce_scatter of {_shape(tensor)}", group):
+        dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
     return out
 
 
@@ -100,7 +144,9 @@ def broadcast_(tensor: torch.Tensor, group_src: int, group: Group) -> torch.Tens
     if group_size(group) > 1:
         _record("broadcast", tensor, group)
         # Receivers wait for the source; the source waits for nobody but the transport.
-        dist.broadcast(tensor, src=dist.get_global_rank(group, group_src), group=group)
+        source = dist.get_global_rank(group, group_src)
+        with name_failure(f"broadcast of {_shape(tensor)} from rank {source}", group):
+            dist.broadcast(tensor, src=source, group=group)
     return tensor
 
 

@@ -33,7 +33,8 @@ INTERFACES = (
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # module or package -> prefixes of ours it may import, itself always included; the longest match counts
     "rlcore.sampling": (),
-    "rlcore.collectives": (),
+    "rlcore.transport_errors": (),
+    "rlcore.collectives": ("rlcore.transport_errors",),
     "rlcore.groups": ("rlcore.collectives",),
     "rlcore.batch": (),
     "rlcore.batch_import": ("rlcore.batch",),

@@ -14,6 +14,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any, Literal
 
 from rlcore.cli.main import INTERRUPTED, OTHER_ERROR, USER_ERROR
+from rlcore.transport_errors import is_gone, is_late
 
 Environment = MutableMapping[str, str]
 
@@ -143,25 +144,14 @@ _PRECEDENCE: tuple[Cause, ...] = ("own", "relayed", "died", "timeout", "connecti
 
 _RELAYED = re.compile(r"^ValueError: rank \d+ of \d+ failed: ")
 
-# How torch's transports say that a peer is late, or gone. They have no exception class in common.
-_TIMEOUT = re.compile(r"timed out|timeout|DEADLINE_EXCEEDED", re.IGNORECASE)
-_CONNECTION = re.compile(
-    r"connection (was |is )?(likely )?(closed|reset|refused|aborted)|connectFullMesh|broken pipe|read error"
-    r"|write error|remote process exited|got 0 bytes|socket",
-    re.IGNORECASE,
-)
-_TRANSPORT = re.compile(r"^Dist\w*Error: |^\w+: .*(gloo|nccl|tcpstore)", re.IGNORECASE)
-
 
 def find_cause(text: str) -> Cause:
     """Whether an error (`Class: message`) is of the rank's own code, or what it saw of another rank's."""
     if _RELAYED.search(text):
         return "relayed"
-    if not _TRANSPORT.search(text):
-        return "own"
-    if _TIMEOUT.search(text):
+    if is_late(text):
         return "timeout"
-    return "connection" if _CONNECTION.search(text) else "own"
+    return "connection" if is_gone(text) else "own"
 
 
 def explain(text: str) -> str:

@@ -17,12 +17,20 @@ import torch
 from rlcore.collectives import broadcast_
 from rlcore.groups import ParallelGroups
 
-_SENT_DTYPES = (torch.float32, torch.bool)
+_SENT_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One per-token result that travels: its name and dtype (float32 or bool)."""
+    """One per-token result that travels: its name and dtype. It arrives with the same bits."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +59,8 @@ def broadcast_from_last_stage(
     """The fields on every stage, each of `shape`.
 
     `values` holds exactly the fields on the last stage and is None elsewhere.
-    Collectives: one broadcast over PP of 1 + sum of (4 or 1/8) bytes a token; none with one stage.
+    Collectives: one broadcast over PP, 1 byte and, a token, each dtype's size (1/8 for bool); none with one
+    stage.
     Raises `ValueError` on every stage when the last one had missing, extra, misshapen or mistyped values.
     """
     problem = _problem(fields, values, shape) if groups.is_last_stage else ""
@@ -99,7 +108,7 @@ def _problem(
 
 
 def _num_bytes(field: Field, num_tokens: int) -> int:
-    return (num_tokens + 7) // 8 if field.dtype == torch.bool else 4 * num_tokens
+    return (num_tokens + 7) // 8 if field.dtype == torch.bool else field.dtype.itemsize * num_tokens
 
 
 def _pack(value: torch.Tensor) -> torch.Tensor:
@@ -114,7 +123,7 @@ def _pack(value: torch.Tensor) -> torch.Tensor:
 
 def _unpack(raw: torch.Tensor, field: Field, num_tokens: int) -> torch.Tensor:
     if field.dtype != torch.bool:
-        # A copy: the slice of the buffer starts at an odd byte, which no float may.
+        # A copy: the slice of the buffer starts at an odd byte, which no wider type may.
         return raw.clone().view(field.dtype)
     bits = (raw[:, None] >> _bit_positions(raw.device)) & 1
     return bits.reshape(-1)[:num_tokens].bool()

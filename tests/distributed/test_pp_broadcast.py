@@ -49,6 +49,35 @@ def test_every_stage_receives_what_the_last_one_sent(world_size, shape, truncate
         assert calls == ([("broadcast", num_bytes)] if world_size > 1 else [])
 
 
+# Every dtype that travels, with what a detour through float32 or another width would lose.
+MIXED = {
+    "old": torch.tensor([[-math.inf, -0.0, math.nan], [1e-45, 3.0, -1.5]]),
+    "mass": torch.tensor([[1 + 2.0**-50, 0.1, 0.2], [0.3, 0.4, 0.5]], dtype=torch.float64),
+    "token_mask": torch.tensor([[True, False, True], [True, True, False]]),
+    "count": torch.tensor([[2**62 + 1, -1, 0], [1, 2, 3]]),
+    "int_mask": torch.tensor([[1, 0, 1], [0, 1, 1]], dtype=torch.int32),
+    "half": torch.tensor([[1.5, 2.5, -3.5], [0.0, 1.0, 2.0]], dtype=torch.bfloat16),
+}
+
+
+def _send_mixed(rank, world_size):
+    groups = ParallelGroups(pp=dist.group.WORLD)
+    fields = [Field(name, value.dtype) for name, value in MIXED.items()]
+    values = MIXED if groups.is_last_stage else None
+    with record_collectives() as calls:
+        received = broadcast_from_last_stage(fields, values, (2, 3), groups, "cpu")
+    return received, [(call.kind, call.num_bytes) for call in calls]
+
+
+def test_masks_counts_and_floats_keep_their_dtype_and_their_bits():
+    for received, calls in run_ranks(_send_mixed, 3):
+        for name, value in MIXED.items():
+            assert received[name].dtype == value.dtype
+            as_bytes = [item.contiguous().view(torch.uint8) for item in (received[name], value)]
+            assert torch.equal(*as_bytes), name
+        assert calls == [("broadcast", 1 + 6 * (4 + 8 + 8 + 4 + 2) + 1)]
+
+
 def _send_wrong(rank, world_size, fault):
     groups = ParallelGroups(pp=dist.group.WORLD)
     values = make_values((2, 3)) if groups.is_last_stage else None

@@ -17,7 +17,7 @@ from rlcore.collectives import all_gather, all_reduce_
 from rlcore.ops.reference import reference_logprob
 from rlcore.sampling import SamplingSpec
 from tests.rank_pool import run_ranks
-from tools.bench import case_train_step, run
+from tools.bench import case_packing, case_train_step, run
 from tools.bench.baselines import filter_rows, gather_sort, resharding_sort
 from tools.bench.case_loss import loss_rank
 from tools.bench.case_op import ours
@@ -316,8 +316,38 @@ def test_the_train_step_case_sees_the_op():
     options = BenchOptions.of("train_step", tokens=64, repeats=1)
     (row,) = run_ranks(_run_case, 2, case_train_step.train_rank, options, 500)[0]
     parts = sum(row[f"{part}_s"] for part in case_train_step.PARTS)
-    assert row["megatron_s"] == pytest.approx(row["fwd_bwd_s"] - parts)
-    assert row["our_share"] == pytest.approx(parts / row["fwd_bwd_s"]) and 0 < row["our_share"] < 1
+    assert row["megatron_s"] == pytest.approx(row["fwd_bwd_s"] - parts - row["optimizer_s"])
+    assert row["adds"] == pytest.approx(parts / row["megatron_s"]) and row["optimizer_s"] > 0
+
+
+TINY = {
+    "vocab_size": 500,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.megatron
+@pytest.mark.distributed
+def test_the_packing_case_trains_the_same_padded_and_packed():
+    """It refuses to report where losses differ."""
+    options = BenchOptions.of("train_step", tokens=256, repeats=1)
+    padded, packed = run_ranks(_run_case, 1, case_packing.packing_rank, options, TINY)[0]
+    assert (padded["name"], packed["name"]) == ("smollm2_padded", "smollm2_packed")
+    assert padded["vs_padded"] == 1.0
+    assert packed["vs_padded"] == pytest.approx(padded["fwd_bwd_s"] / packed["fwd_bwd_s"])
+    assert packed["batch_s"] > 0 and packed["op_forward_s"] > 0
+
+
+def test_half_of_the_padded_batch_is_padding():
+    for num_sequences, longest in ((8, 128), (8, 16), (64, 1024)):
+        lengths = case_packing.length_mix(num_sequences, longest)
+        assert sum(lengths) == pytest.approx(num_sequences * longest / 2, rel=0.01)
+        assert min(lengths) >= 2 and max(lengths) == longest and lengths == sorted(lengths)
 
 
 def test_replayed_lists_are_the_support():

@@ -1,4 +1,5 @@
-"""A whole `train_step` of the demo's model on Megatron: what share of it is our code."""
+"""A whole `train_step` on Megatron: what our code adds to its forward and backward. Here the demo's model;
+`case_packing` has one of SmolLM2's size."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ ENTRANCES = (
     ("rlcore.ops.linear_head", "rows_gradient", "op_backward"),
     ("rlcore.ops.logprob", "rows_gradient", "op_backward"),
     ("megatron_worker.worker", "split_batch", "batch"),
+    ("megatron_worker.worker", "pack_batch", "batch"),
     ("megatron_worker.worker", "weigh_step", "batch"),
     ("megatron_worker.worker", "reduce_metrics", "metrics"),
+    ("megatron_worker.worker", "refuse_broken_step", "safety"),
 )
-PARTS = ("op_forward", "op_backward", "loss", "batch", "metrics")
+PARTS = ("op_forward", "op_backward", "loss", "batch", "metrics", "safety")
+# Megatron's, and neither forward nor backward.
+OPTIMIZER = "optimizer"
 
 
 @dataclass
@@ -86,7 +91,9 @@ def timed_entrances(spans: Spans) -> Iterator[None]:
 
 
 def run_train_step(options: BenchOptions) -> list[Row]:
-    """TP as asked, one stage. `ValueError` where Megatron-core is not installed."""
+    """TP as asked, one stage; then SmolLM2's size on one rank. `ValueError` without Megatron-core."""
+    from tools.bench.case_packing import packing_rank
+
     try:
         importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:
@@ -95,21 +102,43 @@ def run_train_step(options: BenchOptions) -> list[Row]:
     for vocab_size in (DEMO_VOCAB, options.vocab):
         # A launch each: Megatron's parallel state is global.
         rows += run_ranks(train_rank, options.tp, options.device, options, vocab_size)[0]
-    return rows
+    return rows + run_ranks(packing_rank, 1, options.device, options)[0]
 
 
 def train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row]:
     """The row of one vocabulary, from one rank."""
+    with open_worker(_config(options, vocab_size)) as worker:
+        batch = _batch(worker, options.tokens, vocab_size)
+        steps, metrics = timed_steps(worker, batch, options.repeats, group)
+    _check_ratio(metrics)
+    return [make_row(f"train_step_v{vocab_size}", steps, options.tokens)]
+
+
+@contextmanager
+def open_worker(config: RunConfig) -> Iterator[Any]:
+    """A Megatron worker, closed afterwards."""
     # Megatron-core says on import, a dozen times a rank, that Transformer Engine and Apex are optional.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     from megatron_worker.worker import MegatronWorker
 
-    worker = MegatronWorker(_config(options, vocab_size))
-    spans, steps = Spans(), []
+    worker = MegatronWorker(config)
     try:
-        batch = _batch(worker, options.tokens, vocab_size)
-        with timed_entrances(spans):
-            for _ in range(options.repeats + 1):
+        yield worker
+    finally:
+        worker.close()
+
+
+def timed_steps(
+    worker: Any, batch: TrainBatch, repeats: int, group: Group
+) -> tuple[list[tuple[float, dict[str, float]]], Mapping[str, float]]:
+    """Seconds of each step and of its parts, the first step left out (it compiles and allocates); the last
+    one's metrics. `CheckFailed` where no step is taken or the loss is not finite.
+    """
+    spans, steps, metrics = Spans(), [], {}
+    with timed_entrances(spans):
+        optimizer_step = spans.timed(worker.optimizer.step, OPTIMIZER)
+        with mock.patch.object(worker.optimizer, "step", optimizer_step):
+            for _ in range(repeats + 1):
                 spans.take()
                 all_reduce_(torch.zeros(1), "sum", group)
                 started = time.perf_counter()
@@ -117,12 +146,10 @@ def train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row
                 seconds = time.perf_counter() - started
                 if not result.stepped:
                     raise CheckFailed(f"train_step: no step was taken: {result.reason}")
-                _check_metrics(result.metrics)
+                metrics = result.metrics
+                _check_finite(metrics)
                 steps.append((seconds, spans.take()))
-    finally:
-        worker.close()
-    # The first step compiles and allocates.
-    return [_row(vocab_size, steps[1:], options)]
+    return steps[1:], metrics
 
 
 def _config(options: BenchOptions, vocab_size: int) -> RunConfig:
@@ -172,25 +199,33 @@ def _batch(worker: Any, num_tokens: int, vocab_size: int) -> TrainBatch:
     return dataclasses.replace(batch, old_logprob_sl=old.logprob_sl, keep_old_sl=old.keep_sl)
 
 
-def _check_metrics(metrics: Mapping[str, float]) -> None:
-    """The old logprobs are those of the same weights: the ratio of every trained token is 1."""
+def _check_finite(metrics: Mapping[str, float]) -> None:
     grad_norm = metrics["optimizer/grad_norm"]
     if not (math.isfinite(metrics["loss/total"]) and math.isfinite(grad_norm) and grad_norm > 0):
         raise CheckFailed(f"train_step: loss {metrics['loss/total']}, gradient norm {grad_norm}")
+
+
+def _check_ratio(metrics: Mapping[str, float]) -> None:
+    """The old logprobs are those of the same weights: the ratio of every trained token is 1."""
     if abs(metrics["ratio/mean"] - 1) > 1e-5:
         raise CheckFailed(f"train_step: a mean ratio of {metrics['ratio/mean']}, expected 1")
 
 
-def _row(vocab_size: int, steps: list[tuple[float, dict[str, float]]], options: BenchOptions) -> Row:
+def make_row(name: str, steps: list[tuple[float, dict[str, float]]], num_tokens: int) -> Row:
+    """Medians of the steps; `num_tokens`: real tokens of one step."""
     total = statistics.median(seconds for seconds, _ in steps)
-    parts = {part: statistics.median(spans.get(part, 0.0) for _, spans in steps) for part in PARTS}
+    parts = {
+        part: statistics.median(spans.get(part, 0.0) for _, spans in steps) for part in (*PARTS, OPTIMIZER)
+    }
     if not (parts["op_forward"] > 0 and parts["op_backward"] > 0):
         raise CheckFailed("train_step: the op was not seen; its entrances have moved, see ENTRANCES")
+    ours, megatron = sum(parts[part] for part in PARTS), total - sum(parts.values())
     return {
-        "name": f"train_step_v{vocab_size}",
+        "name": name,
         "fwd_bwd_s": total,
         **{f"{part}_s": seconds for part, seconds in parts.items()},
-        "megatron_s": total - sum(parts.values()),
-        "our_share": sum(parts.values()) / total,
-        "tokens_per_s": options.tokens / total,
+        "megatron_s": megatron,
+        "adds": ours / megatron,
+        "tokens_per_s": num_tokens / total,
+        "vs_padded": 1.0,
     }

@@ -99,9 +99,12 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("loss_s", "loss ms", "ms"),
         ("batch_s", "batch ms", "ms"),
         ("metrics_s", "metrics ms", "ms"),
-        ("megatron_s", "Megatron ms", "ms"),
-        ("our_share", "our share", ".1%"),
-        ("tokens_per_s", "tokens/s", ".0f"),
+        ("safety_s", "NaN check ms", "ms"),
+        ("megatron_s", "Megatron fwd+bwd ms", "ms"),
+        ("optimizer_s", "optimizer ms", "ms"),
+        ("adds", "added to fwd+bwd", ".1%"),
+        ("tokens_per_s", "real tokens/s", ".0f"),
+        ("vs_padded", "vs padded", ".2f"),
     ),
 }
 COLUMNS["real"] = COLUMNS["op"]

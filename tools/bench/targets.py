@@ -45,6 +45,10 @@ FUSED_TIME_TARGET = Target("vs_matmul_op", "<=", 1.3)
 FUSED_MEMORY_TARGET = Target("peak_growth", "<=", 1.05)
 # Value and gradient of a loss over its floor, from the size on at which losses are compiled.
 LOSS_TARGET = Target("vs_floor", "<=", 2)
+# What our code adds to Megatron's forward and backward, at the size of a real model.
+ADDED_TIME_TARGET = Target("adds", "<=", 0.10)
+# Real tokens a second over those of padded rows that are half padding.
+PACKED_TARGET = Target("vs_padded", ">=", 1.7)
 
 
 def judge(row: Row, options: BenchOptions) -> list[dict[str, Any]]:
@@ -71,4 +75,8 @@ def _targets(row: Row, options: BenchOptions) -> list[Target]:
         targets += [FUSED_TIME_TARGET, FUSED_MEMORY_TARGET]
     if options.case == "loss" and options.tokens >= COMPILE_FROM_TOKENS:
         targets.append(LOSS_TARGET)
+    if row["name"].startswith("smollm2"):
+        targets.append(ADDED_TIME_TARGET)
+    if row["name"] == "smollm2_packed":
+        targets.append(PACKED_TARGET)
     return targets
