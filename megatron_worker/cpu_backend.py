@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
@@ -103,6 +103,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "stream", lambda stream: nullcontext()),
         # Made by the first dispatcher of a process and kept: this one must not outlive the context.
         (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         (mappings, "_gather_along_first_dim", _gather_uneven),
         (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
         (torch.cuda, "synchronize", _synchronize),
@@ -160,6 +161,11 @@ class _CpuStream:
 
     def synchronize(self) -> None:
         return None
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Token counts as collectives take them. Megatron's own converts only what comes from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 _gather_even = mappings._gather_along_first_dim
