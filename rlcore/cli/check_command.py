@@ -80,9 +80,7 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
     from rlcore.cli.compose import compose_run_config
 
     if args.vpp != 1:
-        raise ValueError(
-            f"--vpp {args.vpp}: the worker has no virtual pipeline stages yet. Leave --vpp out."
-        )
+        raise ValueError(f"--vpp {args.vpp}: the worker has no virtual pipeline stages yet. Leave --vpp out.")
     run = compose_run_config(args.config_name, [*args.overrides, *layout_words(args)], args.config_dir)
     sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp")}
     replica = sizes["tp"] * sizes["pp"] * sizes["cp"]

@@ -221,12 +221,14 @@ def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) ->
 
 
 def reference_step(
-    config: RunConfig, batch: TrainBatch, path: str
+    config: RunConfig, batch: TrainBatch, path: str, **options: object
 ) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss, gradients by HF name and the retained count of the whole batch, in one float64 piece."""
+    """Loss, gradients by HF name and the retained count of the whole batch, in one float64 piece. `options`
+    go to `from_pretrained`.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **options)
     policy_terms, kl_terms = [], []
     num_retained = num_valid = 0
     for row in range(NUM_SEQUENCES):

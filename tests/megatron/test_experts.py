@@ -26,6 +26,9 @@ from tests.megatron.layout_cases import (
 )
 from tests.rank_pool import run_ranks
 
+# Transformers' default way through the experts takes no float64.
+EAGER = {"experts_implementation": "eager"}
+
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
@@ -61,11 +64,11 @@ def test_logprobs_equal_transformers_in_float64(folder, expert_batch):
     """Padded rows, no truncation: what a token's own logits say."""
     from transformers import AutoModelForCausalLM
 
-    batch, scores = expert_batch
-    spec = expert_config("alone").sampling.spec()
     from rlcore.ops.reference import reference_logprob
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    batch, scores = expert_batch
+    spec = expert_config("alone").sampling.spec()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
     for row, length in enumerate(batch.length_s.tolist()):
         with torch.no_grad():
             logits = model(batch.ids_sl[row : row + 1, : length - 1]).logits[0]
@@ -80,7 +83,7 @@ def test_logprobs_equal_transformers_in_float64(folder, expert_batch):
 def test_gradients_equal_transformers_in_float64(folder, expert_batch, alone):
     """Router, experts, norms and the rest, through the loss, to 1e-4 of each one's largest entry."""
     config = expert_config("alone", hf_path=folder, kl_coef=0.1)
-    loss, expected, retained = reference_step(config, expert_batch[0], folder)
+    loss, expected, retained = reference_step(config, expert_batch[0], folder, **EAGER)
     result, gradients, _ = alone
     assert result.metrics["loss/total"] == pytest.approx(loss, abs=TOLERANCE)
     assert result.metrics["tokens/retained"] == retained
