@@ -28,8 +28,8 @@ _MODEL_CLASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder of the Llama/Qwen2/Mixtral family. `ValueError` on construction when the numbers contradict each
-    other.
+    """A decoder of the Llama/Qwen2/Mixtral family. `ValueError` on construction when the numbers contradict
+    each other.
     """
 
     num_layers: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -147,7 +148,7 @@ def run_architecture(run: RunConfig) -> Architecture:
     return architecture_from_config(run.model, run.model.vocab_size or 1)
 
 
-def tiny_experts(arch: Architecture, ep: int) -> dict[str, int]:
+def tiny_experts(arch: Architecture, ep: int) -> dict[str, Any]:
     """Experts of the tiny model: at least two on each EP rank, and more than a token takes."""
     if arch.num_moe_experts is None:
         return {}

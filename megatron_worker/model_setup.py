@@ -112,8 +112,8 @@ def expert_settings(arch: Architecture, parallel: ParallelConfig) -> dict[str, A
 
     No token is dropped, and there is no balancing loss: its gradient would come on top of the policy's,
     through Megatron's own scale and not the step's denominators, count prompts, padding and masked samples
-    like any token, and depend on which ranks and microbatches the tokens lie in. Experts that have collapsed
-    show in the reward; balance belongs to pre-training.
+    like any token, and depend on which ranks and microbatches the tokens lie in. The objective is the one
+    that the loss section names, and no other.
     """
     # Read for experts alone, but variable lengths are refused with the default one.
     settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
@@ -136,7 +136,9 @@ def expert_settings(arch: Architecture, parallel: ParallelConfig) -> dict[str, A
 
 
 def check_router_runs() -> None:
-    """Megatron-core 0.16's router calls Transformer Engine's GEMM; `cpu_backend` stands in for it on a CPU."""
+    """Megatron-core 0.16's router names Transformer Engine's GEMM even where that is not installed;
+    `cpu_backend` puts the name there.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         raise ValueError(
             "a model with experts on a GPU needs Transformer Engine, which Megatron-core's router calls. "

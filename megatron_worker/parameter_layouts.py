@@ -2,8 +2,9 @@
 directions.
 
 Megatron names are those of its local layers; `local_layer_name` translates Transformer Engine's. HF names are
-those of the Llama and Qwen2 families, which agree, and for experts Mixtral's as folders hold them. Loaders hand in `read(hf_name, axis, start, stop)`, which
-returns one slice.
+those of the Llama and Qwen2 families, which agree, and for experts Mixtral's, as folders hold them
+(transformers 5 keeps other names in memory and translates when it reads and writes). Loaders hand in
+`read(hf_name, axis, start, stop)`, which returns one slice.
 """
 
 from __future__ import annotations

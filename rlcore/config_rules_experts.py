@@ -1,4 +1,4 @@
-"""The rules of models with experts: one function per rule, named after it. `ConfigError` names key and fix."""
+"""The rules of models with experts: one function per rule, named after it; messages name key and fix."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def check_expert_sequence_parallel(tp: int, sequence_parallel: bool) -> None:
     """
     if tp > 1 and not sequence_parallel:
         raise ConfigError(
-            f"parallel.tp={tp} with experts needs parallel.sequence_parallel=true: each TP rank sends its own "
-            "tokens to the experts. Set it to true, or parallel.tp=1."
+            f"parallel.tp={tp} with experts needs parallel.sequence_parallel=true: each TP rank sends its "
+            "own tokens to the experts. Set it to true, or parallel.tp=1."
         )
 
 

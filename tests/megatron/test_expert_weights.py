@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_drawn_weights_do_not_depend_on_the_layout():
 
 def damaged(folder, tmp_path, **changes):
     """`config.json` of the folder with some values changed, or removed where None is given."""
-    values = json.loads(open(f"{folder}/config.json").read()) | changes
+    values = json.loads(Path(folder, "config.json").read_text()) | changes
     values = {key: value for key, value in values.items() if value is not None or key not in changes}
     (tmp_path / "config.json").write_text(json.dumps(values))
     return tmp_path
@@ -110,7 +111,21 @@ def test_a_layout_that_does_not_fit_a_folder_is_refused(folder):
     from rlcore.config import ParallelConfig
 
     arch = architecture_from_hf(folder)
-    with pytest.raises(ValueError, match="parallel.ep=3 does not divide model.num_moe_experts=4"):
+    with pytest.raises(ValueError, match=r"parallel.ep=3 does not divide model.num_moe_experts=4"):
         check_layout(arch, ParallelConfig(ep=3))
-    with pytest.raises(ValueError, match="needs parallel.sequence_parallel=true"):
+    with pytest.raises(ValueError, match=r"needs parallel.sequence_parallel=true"):
         check_layout(arch, ParallelConfig(tp=2))
+
+
+def test_a_gpu_without_transformer_engine_is_refused(monkeypatch):
+    """Megatron's router would end in a NameError at the first forward."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.model_setup import check_router_runs
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    with pytest.raises(ValueError, match="needs Transformer Engine"):
+        check_router_runs()
+    with cpu_backend("cpu"):
+        check_router_runs()

@@ -153,3 +153,27 @@ def run_start(folder, name):
     from safetensors.torch import load_file
 
     return load_file(f"{folder}/model.safetensors")[name]
+
+
+def guest_on_rank(rank, world_size, config, batch):
+    """What a guest around an existing stage says, and its layout."""
+    from megatron_worker.guest import GuestWorker
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        settings = {"sampling": {"temperature": 0.8, "top_k": 12, "top_p": 0.9}}
+        settings["train"] = {"microbatch_size": 2}
+        guest = GuestWorker(worker.model, settings, worker.arch.vocab_size)
+        own = share(batch, worker.groups.dp_rank, worker.groups.dp_size)
+        same = torch.equal(guest.logprobs(own).logprob_sl, worker.logprobs(own).logprob_sl)
+        with pytest.raises(ValueError, match=r"parallel.ep=4, but this Megatron job runs with 2"):
+            GuestWorker(worker.model, settings | {"parallel": {"ep": 4}}, worker.arch.vocab_size)
+        return same, guest.config.parallel.ep
+    finally:
+        worker.close()
+
+
+def test_a_guest_reads_the_expert_groups_of_its_job(folder, expert_batch):
+    config = expert_config("ep2", 2, hf_path=folder)
+    assert run_ranks(guest_on_rank, 2, config, expert_batch[0]) == [(True, 2)] * 2

@@ -118,11 +118,11 @@ def test_a_run_with_experts_keeps_its_own_kind_of_them():
         {"dp": 2, "ep": 2}, "model.qkv_bias=false", "model.num_moe_experts=6", "model.moe_router_topk=3"
     )
     assert (config.model.num_moe_experts, config.model.moe_router_topk) == (4, 3)
-    with pytest.raises(ValueError, match="parallel.ep=4 does not divide model.num_moe_experts=6"):
+    with pytest.raises(ValueError, match=r"parallel.ep=4 does not divide model.num_moe_experts=6"):
         make_problem(
             {"dp": 4, "ep": 4}, "model.qkv_bias=false", "model.num_moe_experts=6", "model.moe_router_topk=3"
         )
-    with pytest.raises(ValueError, match="parallel.ep=2 cuts experts, and the model has none"):
+    with pytest.raises(ValueError, match=r"parallel.ep=2 cuts experts, and the model has none"):
         make_problem({"dp": 2, "ep": 2})
 
 
