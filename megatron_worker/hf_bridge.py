@@ -195,8 +195,8 @@ def export_hf_tensors(
             shards = all_gather(shard, groups.tp)
             # The EP ranks of a stage have as many experts each, and the same names for them.
             of_ep = all_gather(shards, groups.ep).cpu() if is_expert(name) else shards.cpu()[None]
-            for rank, shards in enumerate(of_ep.unbind(0)):
-                for hf_name, tensor in layouts_of_ep[rank][name].unshard(shards.unbind(0)).items():
+            for rank, own in enumerate(of_ep.unbind(0)):
+                for hf_name, tensor in layouts_of_ep[rank][name].unshard(own.unbind(0)).items():
                     yield hf_name, tensor.contiguous()
 
 

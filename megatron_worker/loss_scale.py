@@ -74,7 +74,8 @@ def check_loss_scale(probe: ScaleProbe) -> None:
     """`ValueError` on every rank, naming the factor, unless gradients are those of the loss: the sum over
     microbatches and DP x CP ranks, over the token count of all of them in the per-token regime.
 
-    Collectives: a train step's, without the optimizer's, and one all-gather of a number over the world.
+    Collectives: a train step's, without the optimizer's, and one all-gather of a number over the world; for
+    experts one all-reduce of a number over the ranks that hold the same ones.
     Mutates: nothing; weights, gradients and random states are what they were.
     """
     factors = measure_loss_scale(probe)

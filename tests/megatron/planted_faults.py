@@ -219,9 +219,9 @@ def mask_shifted_by_one():
 
 def denominators_of_each_rank():
     """Token counts are not added up over data-parallel ranks."""
-    from rlcore import step_weights
+    from rlcore.ops import aggregation
 
-    return mock.patch.object(step_weights, "all_reduce_", lambda tensor, op, group: tensor)
+    return mock.patch.object(aggregation, "all_reduce_", lambda tensor, op, group: tensor)
 
 
 def padding_vocabulary_counted():
