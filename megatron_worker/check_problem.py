@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron_worker.model_setup import check_layout
 from rlcore.batch import ScoredTokens, TrainBatch
 from rlcore.config import ModelConfig, ParallelConfig, RunConfig, SamplingConfig
 from rlcore.config_rules import check_run_config
+from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.layout.balancing import balance
 from rlcore.layout.packing import length_multiples
 
@@ -44,6 +46,10 @@ class CheckLayout:
     """Context parallel size."""
     dp: int = 1
     """Data parallel size."""
+    ep: int = 1
+    """Expert parallel size, over ranks of data x context parallel."""
+    adds_experts: bool = False
+    """The run's model is dense and its tiny one has experts, so that EP has something to cut."""
     sequence_parallel: bool = False
     """See `ParallelConfig`."""
     num_microbatches: int = 2
@@ -54,7 +60,7 @@ class CheckLayout:
     """Packed rows of so many tokens. None: what gives `num_microbatches`."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "dp", "num_microbatches", "token_budget"):
+        for name in ("tp", "pp", "cp", "dp", "ep", "num_microbatches", "token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a count of at least 1.")
@@ -88,20 +94,20 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
     Gradients are read after the step, so nothing clips them and no optimizer shards them. `ValueError` for a
     layout that the run's own architecture does not allow.
     """
-    arch = (
-        architecture_from_hf(run.model.hf_path)
-        if run.model.hf_path
-        else architecture_from_config(run.model, run.model.vocab_size or 1)
-    )
+    arch = run_architecture(run)
+    if layout.adds_experts:
+        arch = dataclasses.replace(arch, num_moe_experts=2 * layout.ep, moe_router_topk=2, qkv_bias=False)
     parallel = dataclasses.replace(
         run.parallel,
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,
+        ep=layout.ep,
         sequence_parallel=layout.sequence_parallel,
         distributed_optimizer=False,
     )
     check_layout(arch, parallel)
+    check_expert_ranks(layout.ep, layout.dp, layout.cp)
     model = tiny_model(arch, layout, run.model)
     assert model.vocab_size is not None
     config = dataclasses.replace(
@@ -133,6 +139,23 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
     return config
 
 
+def run_architecture(run: RunConfig) -> Architecture:
+    """The architecture of a run's config or folder. A vocabulary that the config leaves open counts as one
+    id.
+    """
+    if run.model.hf_path:
+        return architecture_from_hf(run.model.hf_path)
+    return architecture_from_config(run.model, run.model.vocab_size or 1)
+
+
+def tiny_experts(arch: Architecture, ep: int) -> dict[str, Any]:
+    """Experts of the tiny model: at least two on each EP rank, and more than a token takes."""
+    if arch.num_moe_experts is None:
+        return {}
+    topk = arch.moe_router_topk
+    return {"num_moe_experts": ep * max(2, -(-(topk + 1) // ep)), "moe_router_topk": topk}
+
+
 def tiny_model(arch: Architecture, layout: CheckLayout, run: ModelConfig) -> ModelConfig:
     """The smallest model with the parts of `arch` that `layout` cuts. Its vocabulary does not divide by TP,
     so there are padding rows.
@@ -154,6 +177,7 @@ def tiny_model(arch: Architecture, layout: CheckLayout, run: ModelConfig) -> Mod
         fused_head=run.fused_head,
         # Several chunks a microbatch.
         fused_head_tokens=min(run.fused_head_tokens, 7),
+        **tiny_experts(arch, layout.ep),
     )
 
 

@@ -7,12 +7,16 @@ CPU and `torch.cuda`'s random generator is the CPU's; leaving the context puts e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.overrides import TorchFunctionMode
 
 DeviceType = Literal["cpu", "cuda"]
@@ -54,6 +58,8 @@ def cpu_backend(backend: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[De
     with ExitStack() as stack:
         for owner, name, replacement in _replacements():
             stack.enter_context(mock.patch.object(owner, name, replacement))
+        # Megatron's router reads the name even where Transformer Engine, whose GEMM it is, is not installed.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(_CudaOnCpu())
         yield device_type
 
@@ -90,8 +96,16 @@ def _on_cpu(value: Any) -> Any:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """What is replaced: (owner, attribute, replacement)."""
+    stream = _CpuStream()
     return [
         (torch.cuda, "current_device", _current_device),
+        (torch.cuda, "current_stream", lambda device=None: stream),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+        # Made by the first dispatcher of a process and kept: this one must not outlive the context.
+        (MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        (mappings, "_gather_along_first_dim", _gather_uneven),
+        (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
         (torch.cuda, "synchronize", _synchronize),
         (torch.cuda, "manual_seed", _manual_seed),
         (torch.cuda, "get_rng_state", _get_rng_state),
@@ -135,3 +149,50 @@ class _IntTensorOnCpu:
 
     def __new__(cls, *args: Any) -> Any:
         return torch.IntTensor(*args)
+
+
+class _CpuStream:
+    """The one stream of a CPU, and its event: what was asked for is done. The dispatcher of experts copies
+    token counts to the host on a stream of its own and waits for it.
+    """
+
+    def record_event(self) -> _CpuStream:
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Token counts as collectives take them. Megatron's own converts only what comes from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_gather_even = mappings._gather_along_first_dim
+_reduce_scatter_even = mappings._reduce_scatter_along_first_dim
+
+
+def _gather_uneven(
+    input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Megatron's all-gather along the first axis. gloo wants ranks to send equally much, which experts under
+    TP do not: rows are padded to the longest share.
+    """
+    if output_split_sizes is None or group.size() == 1:
+        return _gather_even(input_, group, output_split_sizes, *args, **kwargs)
+    padded = input_.new_zeros((max(output_split_sizes), *input_.shape[1:]))
+    padded[: input_.shape[0]] = input_
+    shares = [torch.empty_like(padded) for _ in output_split_sizes]
+    dist.all_gather(shares, padded, group=group)
+    return torch.cat([share[:length] for share, length in zip(shares, output_split_sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(
+    input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Megatron's reduce-scatter along the first axis, for shares of uneven lengths: see `_gather_uneven`."""
+    if input_split_sizes is None or group.size() == 1:
+        return _reduce_scatter_even(input_, group, input_split_sizes, *args, **kwargs)
+    total = input_.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(input_split_sizes)[group.rank()].contiguous()

@@ -60,7 +60,8 @@ class MegatronDecoder:
     def next_logits(self, ids_sl: torch.Tensor, num_seen: int) -> torch.Tensor | None:
         """Logits `[S, v]` after the last column of `ids_sl [S, L]`; None on every stage but the last.
 
-        `num_seen` columns were in earlier calls. Collective over the model replica.
+        `num_seen` columns were in earlier calls. Collective over the model replica, and with expert
+        parallelism over all replicas, which may hand in other numbers of rows and columns.
         """
         num_sequences, length = ids_sl.shape
         if num_sequences != self._num_sequences or not 0 <= num_seen < length <= self._max_length:

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_worker.cpu_backend import DeviceType, cpu_backend_is_active
 from rlcore.collectives import Group, all_gather
 from rlcore.config import ParallelConfig
+from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.groups import ParallelGroups
 
 
@@ -20,6 +21,9 @@ def initialize_parallel(
     parallel: ParallelConfig, device_type: DeviceType, seed: int = 0, cp_size: int = 1
 ) -> ParallelGroups:
     """Starts torch.distributed, unless it runs, and Megatron's parallel state; returns this rank's groups.
+
+    Experts are cut by `parallel.ep` over data x context parallel ranks and, like every other weight, by
+    `parallel.tp` (Megatron's default, an expert tensor parallel size of TP).
 
     Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a
     `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. `cp_size` ranks share
@@ -44,6 +48,7 @@ def initialize_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=cp_size,
+        expert_model_parallel_size=parallel.ep,
         # Megatron declares whole minutes and hands the number to timedelta, which takes fractions.
         distributed_timeout_minutes=parallel.timeout_s / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
@@ -71,6 +76,8 @@ def parallel_groups(timeout: timedelta | None = None) -> ParallelGroups:
         cp=cp,
         dp=_none_if_alone(parallel_state.get_data_parallel_group()),
         dp_cp=_none_if_alone(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        ep=_none_if_alone(parallel_state.get_expert_model_parallel_group()),
+        expert_dp=_none_if_alone(parallel_state.get_expert_data_parallel_group()),
         model=_none_if_alone(model),
         world=_none_if_alone(dist.group.WORLD),
     )
@@ -117,6 +124,7 @@ def _check_factors(parallel: ParallelConfig, cp_size: int, world_size: int) -> N
             f"parallel.pp={parallel.pp} x cp_size={cp_size} = {replica}. Start a multiple of {replica}, or "
             "change one of them."
         )
+    check_expert_ranks(parallel.ep, world_size // replica, cp_size)
 
 
 def _start_torch_distributed(parallel: ParallelConfig, device_type: DeviceType, world_size: int) -> None:

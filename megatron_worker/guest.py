@@ -133,6 +133,7 @@ def job_parallel(given: ParallelConfig, model_config: Any, groups: ParallelGroup
         "tp": groups.tp_size,
         "pp": groups.pp_size,
         "cp": groups.cp_size,
+        "ep": groups.ep_size,
         "sequence_parallel": bool(model_config.sequence_parallel),
     }
     default = ParallelConfig()

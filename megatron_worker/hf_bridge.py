@@ -15,7 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_worker.architecture import Architecture, hf_config
-from megatron_worker.parameter_layouts import ReadSlice, hf_shapes, local_layer_name, stage_layouts
+from megatron_worker.parameter_layouts import (
+    ReadSlice,
+    hf_shapes,
+    is_expert,
+    local_layer_name,
+    stage_layouts,
+)
 from rlcore.collectives import all_gather, broadcast_, group_rank, raise_together
 from rlcore.groups import ParallelGroups
 
@@ -64,7 +70,7 @@ def _drawn_tensor(hf_name: str, shape: tuple[int, ...], num_layers: int, seed: i
         return torch.ones(shape)
     if hf_name.endswith("bias"):
         return torch.zeros(shape)
-    ends_block = hf_name.endswith(("o_proj.weight", "down_proj.weight"))
+    ends_block = hf_name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight"))
     std = INIT_STD / math.sqrt(2 * num_layers) if ends_block else INIT_STD
     digest = hashlib.sha256(f"{seed} {hf_name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -92,7 +98,7 @@ def load_hf_weights(
 
 def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
     """Copies what `read` returns into every parameter; `ValueError` naming those that do not fit."""
-    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
+    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank, groups.ep_size, groups.ep_rank)
     parameters = {local_layer_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
     if parameters.keys() != layouts.keys():
         raise ValueError(
@@ -165,15 +171,19 @@ def export_hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF name, full tensor on the CPU) for every weight, on every rank, in model order.
 
-    Padding rows of the vocabulary are cut and a tied head is left out. Collectives, per Megatron parameter:
-    one broadcast of a TP shard over the pipeline group and one all-gather over the tensor group, so every
-    rank must exhaust the iterator. At most one parameter is held in full at a time.
+    Padding rows of the vocabulary are cut and a tied head is left out; experts come in the order of their
+    index on their EP rank. Collectives, per Megatron parameter: one broadcast of a TP shard over the pipeline
+    group, one all-gather over the tensor group, and for experts one over the expert group, so every rank must
+    exhaust the iterator. At most one parameter, or one expert of each EP rank, is held in full at a time.
     """
     bare = unwrap(model)
     parameters = {local_layer_name(name): parameter for name, parameter in bare.named_parameters()}
     like = next(bare.parameters())
     for stage in range(groups.pp_size):
-        for name, layout in stage_layouts(arch, groups.pp_size, stage).items():
+        layouts_of_ep = [
+            stage_layouts(arch, groups.pp_size, stage, groups.ep_size, rank) for rank in range(groups.ep_size)
+        ]
+        for name, layout in layouts_of_ep[0].items():
             if name == "output_layer.weight" and arch.tie_word_embeddings:
                 continue
             if stage == groups.pp_rank:
@@ -182,9 +192,12 @@ def export_hf_tensors(
                 shard = torch.empty(layout.shard_shape(groups.tp_size), dtype=like.dtype, device=like.device)
             # The other stages wait for the owner; then the ranks of one stage wait for each other.
             broadcast_(shard, stage, groups.pp)
-            shards = all_gather(shard, groups.tp).cpu().unbind(0)
-            for hf_name, tensor in layout.unshard(shards).items():
-                yield hf_name, tensor.contiguous()
+            shards = all_gather(shard, groups.tp)
+            # The EP ranks of a stage have as many experts each, and the same names for them.
+            of_ep = all_gather(shards, groups.ep).cpu() if is_expert(name) else shards.cpu()[None]
+            for rank, own in enumerate(of_ep.unbind(0)):
+                for hf_name, tensor in layouts_of_ep[rank][name].unshard(own.unbind(0)).items():
+                    yield hf_name, tensor.contiguous()
 
 
 def save_hf(

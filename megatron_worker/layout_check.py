@@ -203,10 +203,12 @@ def step_differences(ours: StepResult, expected: StepResult) -> list[Difference]
 def gradient_differences(
     ours: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> list[Difference]:
-    """One line a kind of parameter, the worst of its layers. Relative to each parameter's largest entry."""
+    """One line a kind of parameter, the worst of its layers and experts. Relative to each parameter's largest
+    entry.
+    """
     worst: dict[str, tuple[float, str]] = {}
     for name, value in expected.items():
-        kind = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        kind = re.sub(r"\.(layers|experts)\.\d+\.", r".\1.*.", name)
         largest = float(value.abs().max()) + GRADIENT_FLOOR
         gap = torch.inf if name not in ours else float((ours[name] - value).abs().max()) / largest
         worst[kind] = max(worst.get(kind, (-1.0, "")), (_as_distance(gap), name))

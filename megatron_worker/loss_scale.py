@@ -35,7 +35,7 @@ from megatron_worker.hf_bridge import unwrap
 from megatron_worker.microbatches import split_batch
 from megatron_worker.packed_microbatches import pack_batch
 from rlcore.batch import Microbatch, TrainBatch
-from rlcore.collectives import all_gather, group_rank, group_size
+from rlcore.collectives import all_gather, all_reduce_, group_rank, group_size
 from rlcore.config import RunConfig
 from rlcore.groups import ParallelGroups
 from rlcore.layout.packing import length_multiples
@@ -74,7 +74,8 @@ def check_loss_scale(probe: ScaleProbe) -> None:
     """`ValueError` on every rank, naming the factor, unless gradients are those of the loss: the sum over
     microbatches and DP x CP ranks, over the token count of all of them in the per-token regime.
 
-    Collectives: a train step's, without the optimizer's, and one all-gather of a number over the world.
+    Collectives: a train step's, without the optimizer's, and one all-gather of a number over the world; for
+    experts one all-reduce of a number over the ranks that hold the same ones.
     Mutates: nothing; weights, gradients and random states are what they were.
     """
     factors = measure_loss_scale(probe)
@@ -91,14 +92,14 @@ def check_loss_scale(probe: ScaleProbe) -> None:
 
 def measure_loss_scale(probe: ScaleProbe) -> list[float]:
     """Of each rank of the world, the factor furthest from 1 between gradient and closed form; 1 on a rank
-    without a reduced gradient of the test's weight. The same on every rank. Collectives: as
+    without a reduced gradient of the test's weights. The same on every rank. Collectives: as
     `check_loss_scale`.
     """
-    weight = probe_weight(probe.model)
+    weights = probe_weights(probe.model)
     with _untouched(probe.model):
         probe.model.train()
         get_forward_backward_func()(
-            forward_step_func=_toy_step(probe, weight),
+            forward_step_func=_toy_step(probe, weights),
             data_iterator=iter(enumerate(probe.data)),
             model=[probe.model],
             num_microbatches=len(probe.data),
@@ -106,7 +107,12 @@ def measure_loss_scale(probe: ScaleProbe) -> list[float]:
             micro_batch_size=probe.shape[0],
             forward_only=False,
         )
-        ratio = reduced_gradient(probe.model, weight).double() / _closed_form(probe, weight)
+        ratio = torch.cat(
+            [
+                reduced_gradient(probe.model, weight).double() / _closed_form(probe, weight)
+                for weight in weights
+            ]
+        )
         # A NaN is as far from 1 as a number can be.
         distance = torch.nan_to_num((ratio - 1.0).abs(), nan=torch.inf, posinf=torch.inf)
         own = ratio[distance.argmax()] if ratio.numel() else ratio.new_ones(())
@@ -114,10 +120,25 @@ def measure_loss_scale(probe: ScaleProbe) -> list[float]:
     return all_gather(own, probe.groups.world).tolist()
 
 
-def probe_weight(model: Any) -> torch.nn.Parameter:
-    """The weight of the test: the first norm of the stage's layers. Its gradient always passes autograd,
-    where a linear layer's may be added to Megatron's buffer behind its back.
+def probe_weights(model: Any) -> list[torch.nn.Parameter]:
+    """The weights of the test: the first norm of the stage's layers, and where experts are cut over ranks the
+    first weight of one, which is reduced over other ranks. A norm's gradient always passes autograd, where a
+    linear layer's may be added to Megatron's buffer behind its back: experts are left out where it is.
     """
+    norm = probe_norm(model)
+    if model.config.gradient_accumulation_fusion:
+        return [norm]
+    experts = [parameter for parameter in unwrap(model).parameters() if is_expert_parallel(parameter)]
+    return [norm, *experts[:1]]
+
+
+def is_expert_parallel(parameter: torch.nn.Parameter) -> bool:
+    """Is it reduced over the ranks that hold the same experts? Megatron's mark for that."""
+    return parameter.requires_grad and not getattr(parameter, "allreduce", True)
+
+
+def probe_norm(model: Any) -> torch.nn.Parameter:
+    """The first norm of the stage's layers."""
     for name, parameter in unwrap(model).named_parameters():
         is_norm = "norm" in name and "q_layernorm" not in name and "k_layernorm" not in name
         if "layers." in name and is_norm and parameter.dim() == 1 and parameter.requires_grad:
@@ -135,7 +156,7 @@ def reduced_gradient(model: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
     gradient: torch.Tensor = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]
     if not model.ddp_config.use_distributed_optimizer:
         return gradient.reshape(-1)
-    for buffer in model.buffers:
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
         for bucket in buffer.buckets:
             if parameter not in bucket.params:
                 continue
@@ -170,7 +191,7 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
     return pack_batch(batch, -(-2 // multiple) * multiple, groups, tp_size)
 
 
-def _toy_step(probe: ScaleProbe, weight: torch.nn.Parameter) -> Callable:
+def _toy_step(probe: ScaleProbe, weights: Sequence[torch.nn.Parameter]) -> Callable:
     """A forward step of the toy loss; each microbatch of each DP x CP rank weighs something else."""
     rank = group_rank(probe.groups.dp_cp)
 
@@ -181,7 +202,7 @@ def _toy_step(probe: ScaleProbe, weight: torch.nn.Parameter) -> Callable:
     def toy_step(data: Iterator[tuple[int, Any]], model: Any) -> tuple[torch.Tensor, Callable]:
         index, item = next(data)
         output = probe.run_stage(model, item)
-        carried = weight.sum()
+        carried = torch.stack([weight.sum() for weight in weights]).sum()
         if probe.groups.pp_rank > 0:
             # One element, because a sum's gradient would be rounded in the pipeline's dtype on the way back.
             carried = carried + unwrap(model).decoder.input_tensor.flatten()[0]  # pyright: ignore
@@ -199,18 +220,25 @@ def _num_tokens(rank: int, index: int) -> int:
 
 
 def _closed_form(probe: ScaleProbe, weight: torch.nn.Parameter) -> float:
-    """The gradient of every element of the weight."""
+    """The gradient of every element of the weight. Collectives: for an expert's, one all-reduce of a number
+    over the ranks that hold the same experts.
+    """
     places = [
         (rank, index) for rank in range(group_size(probe.groups.dp_cp)) for index in range(len(probe.data))
     ]
+    own_rank, device = group_rank(probe.groups.dp_cp), weight.device
     total = float(sum(_weight(*place) for place in places))
+    if is_expert_parallel(weight):
+        # Each rank's toy loss holds an expert of its own, whoever its tokens went to.
+        own = sum(_weight(own_rank, index) for index in range(len(probe.data)))
+        total = float(all_reduce_(torch.tensor(float(own), device=device), "sum", probe.groups.expert_dp))
     if probe.per_token:
         total /= sum(_num_tokens(*place) for place in places)
     if getattr(weight, "sequence_parallel", False):
         # Finalisation adds up what the TP ranks, each with tokens of its own, say of such a weight.
         total *= probe.groups.tp_size
     scale = probe.model.config.grad_scale_func
-    return total if scale is None else total * float(scale(torch.ones(1, device=weight.device)))
+    return total if scale is None else total * float(scale(torch.ones(1, device=device)))
 
 
 def _suspect(factor: float, probe: ScaleProbe) -> str:

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,6 +24,7 @@ from megatron_worker.cpu_backend import cpu_backend_is_active
 from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
 from rlcore.config import ParallelConfig
 from rlcore.config_rules import check_tp_divides
+from rlcore.config_rules_experts import check_expert_sequence_parallel, check_expert_shares
 from rlcore.groups import ParallelGroups
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -90,8 +92,6 @@ def transformer_config(
         params_dtype=torch_dtype(dtype),
         pipeline_dtype=torch_dtype(dtype),
         variable_seq_lengths=variable_lengths,
-        # Read for experts alone, but variable lengths are refused with the default one.
-        moe_token_dispatcher_type="alltoall",
         bf16=dtype == "bfloat16",
         use_cpu_initialization=on_cpu,
         # Weights are always loaded or drawn by name afterwards, so that they do not depend on the layout.
@@ -103,11 +103,51 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=per_token_loss,
         persist_layer_norm=False,
+        **expert_settings(arch, parallel),
     )
 
 
+def expert_settings(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """What Megatron's config says of experts.
+
+    No token is dropped, and there is no balancing loss: its gradient would come on top of the policy's,
+    through Megatron's own scale and not the step's denominators, count prompts, padding and masked samples
+    like any token, and depend on which ranks and microbatches the tokens lie in. The objective is the one
+    that the loss section names, and no other.
+    """
+    # Read for experts alone, but variable lengths are refused with the default one.
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    if arch.num_moe_experts is None:
+        return settings
+    check_router_runs()
+    return settings | {
+        "num_moe_experts": arch.num_moe_experts,
+        "moe_router_topk": arch.moe_router_topk,
+        "moe_ffn_hidden_size": arch.ffn_hidden_size,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # A softmax over the logits of the chosen experts: Mixtral's softmax over all, made to sum to 1 again.
+        "moe_router_pre_softmax": False,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+    }
+
+
+def check_router_runs() -> None:
+    """Megatron-core 0.16's router names Transformer Engine's GEMM even where that is not installed;
+    `cpu_backend` puts the name there.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        raise ValueError(
+            "a model with experts on a GPU needs Transformer Engine, which Megatron-core's router calls. "
+            "Install it, or set parallel.backend=cpu."
+        )
+
+
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """TP divides the heads and the SwiGLU width, PP the layers; `ValueError` otherwise."""
+    """TP divides the heads and the SwiGLU width, PP the layers, EP the experts; `ValueError` otherwise."""
     check_tp_divides(parallel.tp, arch.num_attention_heads, arch.num_query_groups, source="model")
     if arch.ffn_hidden_size % parallel.tp:
         raise ValueError(
@@ -123,6 +163,9 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         raise ValueError(
             "parallel.sequence_parallel=true needs parallel.tp > 1. Set it to false or raise tp."
         )
+    check_expert_shares(parallel.ep, arch.num_moe_experts, source="model")
+    if arch.num_moe_experts is not None:
+        check_expert_sequence_parallel(parallel.tp, parallel.sequence_parallel)
 
 
 def build_model(
@@ -162,7 +205,7 @@ def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelG
     Without the mark Megatron takes a shard for a copy and leaves the other ranks' shards out of the gradient
     norm.
     """
-    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
+    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank, groups.ep_size, groups.ep_rank)
     for name, parameter in model.named_parameters():
         axis = layouts[local_layer_name(name)].partition_axis
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -174,8 +217,8 @@ def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> Any:
     attention.
     """
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=arch.num_moe_experts)
+    layer: Any = get_gpt_layer_local_spec(num_experts=arch.num_moe_experts, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     # Megatron's own core attention refuses packed rows and context parallelism.

@@ -2,8 +2,9 @@
 directions.
 
 Megatron names are those of its local layers; `local_layer_name` translates Transformer Engine's. HF names are
-those of the Llama and Qwen2 families, which agree. Loaders hand in `read(hf_name, axis, start, stop)`, which
-returns one slice.
+those of the Llama and Qwen2 families, which agree, and for experts Mixtral's, as folders hold them
+(transformers 5 keeps other names in memory and translates when it reads and writes). Loaders hand in
+`read(hf_name, axis, start, stop)`, which returns one slice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from megatron_worker.architecture import Architecture
 
 ReadSlice = Callable[[str, int, int, int], torch.Tensor]
+EXPERTS = "experts.local_experts"
+"""Where Megatron's local layers keep a rank's experts, inside a layer's `mlp`."""
 
 
 class ParameterLayout(Protocol):
@@ -46,23 +49,23 @@ class ParameterLayout(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Replicated:
-    """The same vector on every TP rank (norm weights)."""
+    """The same on every TP rank (norm weights, a router)."""
 
     hf_name: str
-    size: int
+    shape: tuple[int, ...]
 
     @property
     def partition_axis(self) -> int | None:
         return None
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.hf_name: (self.size,)}
+        return {self.hf_name: self.shape}
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        return (self.size,)
+        return self.shape
 
     def shard(self, read: ReadSlice, tp_rank: int, tp_size: int) -> torch.Tensor:
-        return read(self.hf_name, 0, 0, self.size)
+        return read(self.hf_name, 0, 0, self.shape[0])
 
     def unshard(self, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {self.hf_name: shards[0]}
@@ -201,15 +204,17 @@ class FusedQkv:
         return {name: part.reshape(-1, *self.tail) for name, part in zip(self.names, parts, strict=True)}
 
 
-def layer_layouts(arch: Architecture, layer: int) -> dict[str, ParameterLayout]:
+def layer_layouts(
+    arch: Architecture, layer: int, ep_size: int = 1, ep_rank: int = 0
+) -> dict[str, ParameterLayout]:
     """Layouts of one transformer layer by the parameter's name inside the layer; `layer` counts over all
-    stages.
+    stages. With experts: those that EP rank `ep_rank` holds.
     """
     prefix = f"model.layers.{layer}."
     attention = prefix + "self_attn."
     layouts: dict[str, ParameterLayout] = {
         "input_layernorm.weight": Replicated(
-            hf_name=prefix + "input_layernorm.weight", size=arch.hidden_size
+            hf_name=prefix + "input_layernorm.weight", shape=(arch.hidden_size,)
         ),
         "self_attention.linear_qkv.weight": _fused_qkv(arch, attention, "weight", (arch.hidden_size,)),
         "self_attention.linear_proj.weight": InputColumns(
@@ -218,26 +223,32 @@ def layer_layouts(arch: Architecture, layer: int) -> dict[str, ParameterLayout]:
             in_size=arch.num_attention_heads * arch.head_dim,
         ),
         "pre_mlp_layernorm.weight": Replicated(
-            hf_name=prefix + "post_attention_layernorm.weight", size=arch.hidden_size
-        ),
-        "mlp.linear_fc1.weight": FusedGateUp(
-            gate_name=prefix + "mlp.gate_proj.weight",
-            up_name=prefix + "mlp.up_proj.weight",
-            ffn_hidden_size=arch.ffn_hidden_size,
-            hidden_size=arch.hidden_size,
-        ),
-        "mlp.linear_fc2.weight": InputColumns(
-            hf_name=prefix + "mlp.down_proj.weight", out_size=arch.hidden_size, in_size=arch.ffn_hidden_size
+            hf_name=prefix + "post_attention_layernorm.weight", shape=(arch.hidden_size,)
         ),
     }
     if arch.qkv_bias:
         layouts["self_attention.linear_qkv.bias"] = _fused_qkv(arch, attention, "bias", ())
+    if arch.num_moe_experts is None:
+        names = (f"{prefix}mlp.gate_proj.weight", f"{prefix}mlp.up_proj.weight")
+        return layouts | _swiglu(arch, "mlp", names, f"{prefix}mlp.down_proj.weight")
+    moe = prefix + "block_sparse_moe."
+    layouts["mlp.router.weight"] = Replicated(
+        hf_name=moe + "gate.weight", shape=(arch.num_moe_experts, arch.hidden_size)
+    )
+    num_local = arch.num_moe_experts // ep_size
+    for local in range(num_local):
+        # Megatron counts the experts of a rank, folders those of the layer.
+        expert = f"{moe}experts.{ep_rank * num_local + local}."
+        names = (f"{expert}w1.weight", f"{expert}w3.weight")
+        layouts |= _swiglu(arch, f"mlp.{EXPERTS}.{local}", names, f"{expert}w2.weight")
     return layouts
 
 
-def stage_layouts(arch: Architecture, pp_size: int, stage: int) -> dict[str, ParameterLayout]:
-    """Layouts of every parameter of one pipeline stage, by Megatron's name (layers count from 0 in each
-    stage).
+def stage_layouts(
+    arch: Architecture, pp_size: int, stage: int, ep_size: int = 1, ep_rank: int = 0
+) -> dict[str, ParameterLayout]:
+    """Layouts of every parameter of one pipeline stage on one EP rank, by Megatron's name (layers count from
+    0 in each stage, experts from 0 on each EP rank).
     """
     layouts: dict[str, ParameterLayout] = {}
     embedding = _vocab_rows(arch, "model.embed_tokens.weight")
@@ -245,11 +256,11 @@ def stage_layouts(arch: Architecture, pp_size: int, stage: int) -> dict[str, Par
         layouts["embedding.word_embeddings.weight"] = embedding
     num_layers = arch.num_layers // pp_size
     for layer in range(num_layers):
-        for name, layout in layer_layouts(arch, stage * num_layers + layer).items():
+        for name, layout in layer_layouts(arch, stage * num_layers + layer, ep_size, ep_rank).items():
             layouts[f"decoder.layers.{layer}.{name}"] = layout
     if stage == pp_size - 1:
         layouts["decoder.final_layernorm.weight"] = Replicated(
-            hf_name="model.norm.weight", size=arch.hidden_size
+            hf_name="model.norm.weight", shape=(arch.hidden_size,)
         )
         if not arch.tie_word_embeddings:
             layouts["output_layer.weight"] = _vocab_rows(arch, "lm_head.weight")
@@ -268,12 +279,34 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     }
 
 
+def is_expert(name: str) -> bool:
+    """Does a Megatron name mean an expert's parameter, another one on each EP rank?"""
+    return f".{EXPERTS}." in name
+
+
 def local_layer_name(name: str) -> str:
     """A parameter's name in Megatron's local layers; Transformer Engine fuses the norms into the next
     projection.
     """
     name = name.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     return name.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
+def _swiglu(
+    arch: Architecture, prefix: str, gate_up: tuple[str, str], down: str
+) -> dict[str, ParameterLayout]:
+    """The two weights of a SwiGLU layer, dense or an expert's, from HF's three."""
+    return {
+        f"{prefix}.linear_fc1.weight": FusedGateUp(
+            gate_name=gate_up[0],
+            up_name=gate_up[1],
+            ffn_hidden_size=arch.ffn_hidden_size,
+            hidden_size=arch.hidden_size,
+        ),
+        f"{prefix}.linear_fc2.weight": InputColumns(
+            hf_name=down, out_size=arch.hidden_size, in_size=arch.ffn_hidden_size
+        ),
+    }
 
 
 def _fused_qkv(arch: Architecture, prefix: str, kind: str, tail: tuple[int, ...]) -> FusedQkv:

@@ -19,7 +19,7 @@ from rlcore.sampling import SamplingSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy: a Hugging Face folder, or an architecture trained from scratch (Llama/Qwen2 family)."""
+    """The policy: a Hugging Face folder, or an architecture trained from scratch (Llama, Qwen2, Mixtral)."""
 
     hf_path: str | None = None
     """Folder with config.json and safetensors. When set, the architecture fields below must stay unset."""
@@ -35,6 +35,12 @@ class ModelConfig:
     """Key/value heads; None: as many as query heads."""
     ffn_hidden_size: int | None = None
     """Width of the SwiGLU layer."""
+    num_moe_experts: int | None = None
+    """Experts of every layer (Mixtral); None: a dense model."""
+    moe_router_topk: int | None = None
+    """Experts that each token takes, at least 2; with `num_moe_experts` only."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of one expert's SwiGLU layer; None: `ffn_hidden_size`."""
     max_position_embeddings: int | None = None
     """Longest sequence, in tokens."""
     tie_word_embeddings: bool | None = None
@@ -65,8 +71,12 @@ class ParallelConfig:
     """Pipeline parallel size."""
     cp: int = 1
     """Context parallel size: ranks that share each sequence (needs train.token_budget)."""
+    ep: int = 1
+    """Expert parallel size: shares that each layer's experts are cut into, over ranks of data x context
+    parallel. TP cuts experts as it cuts everything else.
+    """
     sequence_parallel: bool = False
-    """Shard activations outside attention and MLP over TP ranks (needs tp > 1)."""
+    """Shard activations outside attention and MLP over TP ranks (needs tp > 1; experts with TP need it)."""
     distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks."""
     backend: Literal["auto", "cpu", "cuda"] = "auto"

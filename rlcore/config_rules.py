@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
 from rlcore.config_rules_advantage import check_advantage
+from rlcore.config_rules_experts import check_expert_ranks, check_experts
 from rlcore.config_rules_loss import check_loss
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ _MODEL_COUNTS = (
     "num_attention_heads",
     "num_query_groups",
     "ffn_hidden_size",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
     "max_position_embeddings",
 )
 
@@ -35,6 +39,7 @@ def check_run_config(config: RunConfig) -> None:
     check_positions(config)
     check_heads_divide(config)
     check_sequence_parallel(config)
+    check_experts(config)
     check_layers_divide(config)
     check_context_parallel(config)
     check_advantage(config)
@@ -60,6 +65,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     if world_size < 1:
         raise ConfigError(f"nproc={world_size}: expected a count of at least 1.")
     dp_size = data_parallel_size(config, world_size)
+    check_expert_ranks(config.parallel.ep, dp_size, config.parallel.cp)
     if config.rollout.prompts_per_step % dp_size:
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide over {dp_size} "
@@ -88,6 +94,7 @@ def check_ranges(config: RunConfig) -> None:
         "parallel.tp": config.parallel.tp,
         "parallel.pp": config.parallel.pp,
         "parallel.cp": config.parallel.cp,
+        "parallel.ep": config.parallel.ep,
         "train.token_budget": config.train.token_budget,
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,

@@ -23,6 +23,12 @@ class ParallelGroups:
     """Data parallel without CP: ranks that hold different samples."""
     dp_cp: Group = None
     """Data x context parallel: the ranks whose token counts and metrics add up."""
+    ep: Group = None
+    """Expert parallel: ranks that hold different experts of a layer and exchange tokens in every forward.
+    They lie inside data x context parallel.
+    """
+    expert_dp: Group = None
+    """Ranks of data x context parallel that hold the same experts."""
     model: Group = None
     """TP x PP (x CP): all ranks of one model replica."""
     world: Group = None
@@ -67,6 +73,16 @@ class ParallelGroups:
     def dp_rank(self) -> int:
         """Index of this rank's share of the samples."""
         return group_rank(self.dp)
+
+    @property
+    def ep_size(self) -> int:
+        """Number of shares that a layer's experts are cut into."""
+        return group_size(self.ep)
+
+    @property
+    def ep_rank(self) -> int:
+        """Index of this rank's share of the experts."""
+        return group_rank(self.ep)
 
     @property
     def is_last_stage(self) -> bool:

@@ -55,7 +55,8 @@ class DecodingModel(Protocol):
         [S, L]`.
 
         The model has already seen the first `num_seen` columns. All rows have the same length L, so rows are
-        aligned at the start. None on every stage but the last. Collective over the model replica.
+        aligned at the start. None on every stage but the last. Collective over the model replica, and with
+        expert parallelism over all replicas: each calls it equally often.
         """
         ...
 

@@ -27,6 +27,7 @@ INTERFACES = (
     "rlcore.config_parse",
     "rlcore.config_rules",
     "rlcore.config_rules_advantage",
+    "rlcore.config_rules_experts",
     "rlcore.config_rules_loss",
 )
 
@@ -46,9 +47,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "rlcore.config_parse",
         "rlcore.config",
         "rlcore.config_rules_advantage",
+        "rlcore.config_rules_experts",
         "rlcore.config_rules_loss",
     ),
     "rlcore.config_rules_advantage": ("rlcore.config_parse", "rlcore.config"),
+    "rlcore.config_rules_experts": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.config_rules_loss": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.step_weights": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.config": ("rlcore.config_parse", "rlcore.config_rules", "rlcore.sampling"),

@@ -18,6 +18,7 @@ from rlcore.config import RunConfig
 MATCH, MISMATCH = 0, 1
 _WIDTH = 130
 _SIZES = ("tp", "pp", "cp", "dp")
+_GIVEN = (*_SIZES, "ep")
 # Any budget lets a config with cp > 1 through its rules; the check chooses its own for its tiny batch.
 _PLACEHOLDER_BUDGET = 1
 
@@ -36,9 +37,10 @@ def add_check_parser(commands: Any) -> None:
         ("tp", "tensor parallel size"),
         ("pp", "pipeline parallel size"),
         ("cp", "context parallel size; packs"),
-        ("dp", "data parallel size"),
+        ("dp", "data parallel size; with --ep as large as that needs"),
+        ("ep", "expert parallel size; gives a dense model experts"),
     ):
-        check.add_argument(f"--{name}", type=int, help=f"{text} (1; without any of the four, the config's)")
+        check.add_argument(f"--{name}", type=int, help=f"{text} (1; without any of the five, the config's)")
     check.add_argument("--sp", action="store_true", help="sequence parallelism")
     check.add_argument("--microbatches", type=int, default=2, help="of each data-parallel rank (2)")
     check.add_argument("--packed", action="store_true", help="packed rows, as train.token_budget gives")
@@ -46,7 +48,6 @@ def add_check_parser(commands: Any) -> None:
         "--token-budget", type=int, help="tokens of a packed row; implies --packed (fits --microbatches)"
     )
     check.add_argument("--vpp", type=int, default=1, help="virtual stages a pipeline rank (not supported)")
-    check.add_argument("--ep", type=int, default=1, help="expert parallel size (not supported)")
     check.add_argument("--json", metavar="FILE", help="also write the table to this file")
     check.add_argument("--result", help=argparse.SUPPRESS)
     check.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
@@ -75,22 +76,23 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
     """The tiny config and the `CheckLayout` that the command line asks for. `ValueError` for a layout that
     cannot be built, naming why.
     """
-    from megatron_worker.check_problem import CheckLayout, tiny_config
+    from megatron_worker.check_problem import CheckLayout, run_architecture, tiny_config
     from rlcore.cli.compose import compose_run_config
 
-    for name, what in (("vpp", "virtual pipeline stages"), ("ep", "experts")):
-        if getattr(args, name) != 1:
-            raise ValueError(
-                f"--{name} {getattr(args, name)}: the worker has no {what} yet. Leave --{name} out."
-            )
+    if args.vpp != 1:
+        raise ValueError(f"--vpp {args.vpp}: the worker has no virtual pipeline stages yet. Leave --vpp out.")
     run = compose_run_config(args.config_name, [*args.overrides, *layout_words(args)], args.config_dir)
     sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp")}
     replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
-    # A config's own layout fills its nproc; one given by sizes has one replica unless --dp says more.
-    dp = max(1, run.nproc // replica) if not _gives_layout(args) else _size(args, "dp")
+    # A config's own layout fills its nproc; one given by sizes has one replica unless --dp or --ep says more.
+    gives = _gives_layout(args)
+    dp = _data_parallel_size(args) if gives else max(1, run.nproc // replica)
+    ep = _size(args, "ep") if gives else run.parallel.ep
     layout = CheckLayout(
         **sizes,
         dp=dp,
+        ep=ep,
+        adds_experts=ep > 1 and run_architecture(run).num_moe_experts is None,
         sequence_parallel=run.parallel.sequence_parallel,
         num_microbatches=args.microbatches,
         packed=args.packed or run.train.token_budget is not None,
@@ -101,12 +103,13 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
 
 def layout_words(args: argparse.Namespace) -> list[str]:
     """The layout as `key=value`, so that the config's own rules judge it. A layout given by any size has 1
-    for those left out and no sequence parallelism unless asked for.
+    for those left out and no sequence parallelism unless asked for. EP is judged by the tiny model, which has
+    experts where the config's has none.
     """
     words = []
     if _gives_layout(args):
         words = [f"parallel.{name}={_size(args, name)}" for name in ("tp", "pp", "cp")]
-        words.append(f"parallel.sequence_parallel={str(args.sp).lower()}")
+        words += ["parallel.ep=1", f"parallel.sequence_parallel={str(args.sp).lower()}"]
     elif args.sp:
         words.append("parallel.sequence_parallel=true")
     if args.packed or args.token_budget is not None or (_gives_layout(args) and _size(args, "cp") > 1):
@@ -160,10 +163,16 @@ def describe(config: RunConfig, layout: Any) -> str:
     if layout.token_budget is None:
         rows = f"{layout.num_microbatches} microbatches, {rows}"
     tied = "tied" if model.tie_word_embeddings else "untied"
+    sizes += f", EP{layout.ep}" if layout.ep > 1 else ""
+    experts = ""
+    if model.num_moe_experts is not None:
+        experts = f", {model.num_moe_experts} experts, {model.moe_router_topk} a token"
+        experts += " (the config's model is dense and has none)" if layout.adds_experts else ""
     return (
         f"{sizes}{' + sequence parallel' if layout.sequence_parallel else ''}, {rows}; "
         f"{model.num_layers} layers, {model.num_attention_heads} heads on {model.num_query_groups} "
         f"key/value heads, {tied} head, {'' if model.qkv_bias else 'no '}QKV bias"
+        f"{experts}"
     )
 
 
@@ -197,7 +206,15 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 
 def _gives_layout(args: argparse.Namespace) -> bool:
-    return any(getattr(args, name) is not None for name in _SIZES)
+    return any(getattr(args, name) is not None for name in _GIVEN)
+
+
+def _data_parallel_size(args: argparse.Namespace) -> int:
+    """What --dp says, else the least whose data x context parallel ranks EP divides."""
+    if args.dp is not None:
+        return args.dp
+    ep = max(1, _size(args, "ep"))
+    return ep // math.gcd(ep, max(1, _size(args, "cp")))
 
 
 def _size(args: argparse.Namespace, name: str) -> int:

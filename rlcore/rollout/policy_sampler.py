@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rlcore.batch import Prompt, Rollout
-from rlcore.collectives import broadcast_, raise_together
+from rlcore.collectives import all_reduce_, broadcast_, raise_together
 from rlcore.interfaces import DecodingModel
 from rlcore.ops.draw import draw_tokens
 from rlcore.ops.logprob import VocabShard
@@ -45,6 +45,8 @@ class PolicySampler:
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
         """`samples_per_prompt` responses to each prompt, next to each other. Collective over the whole run.
+
+        With expert parallelism every replica draws as many positions as the one that needs most.
 
         A response that ends keeps its end-of-text token as its last response token. Raises `ValueError` on
         every rank for an empty prompt, a prompt that leaves no room for a response, and logits that are NaN.
@@ -98,9 +100,33 @@ class PolicySampler:
             ends_s = draws_s & (next_s == self.eos_id)
             length_s = torch.where(ends_s, position + 1, length_s)
             finished_s |= ends_s
-            if bool((finished_s | (position + 1 >= limit_s)).all()):
+            is_done = bool((finished_s | (position + 1 >= limit_s)).all())
+            if self._all_done(is_done):
+                return logprob_sl, length_s, finished_s, broken_s
+            if is_done:
                 break
+        self._keep_others_company(ids_sl)
         return logprob_sl, length_s, finished_s, broken_s
+
+    def _all_done(self, is_done: bool) -> bool:
+        """Has this replica no more tokens to draw, nor any that shares experts with it? With expert
+        parallelism one all-reduce of a number over data x context parallel, which the expert groups
+        may straddle; none without.
+        """
+        groups = self.decoder.groups
+        if groups.ep_size == 1:
+            return is_done
+        flag = torch.tensor([int(is_done)], dtype=torch.int32, device=self._device())
+        return bool(all_reduce_(flag, "min", groups.dp_cp)[0])
+
+    def _keep_others_company(self, ids_sl: torch.Tensor) -> None:
+        """Runs the model, with one column and for nothing, until every replica is done: the others' tokens
+        need the experts that this one holds.
+        """
+        is_over = False
+        while not is_over:
+            self.decoder.next_logits(ids_sl[:, :1], 0)
+            is_over = self._all_done(True)
 
     def _draw(
         self,

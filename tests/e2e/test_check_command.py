@@ -54,6 +54,18 @@ def test_a_layout_on_ranks_of_its_own(tmp_path):
     assert any(line["quantity"] == "gradient lm_head.weight" for line in found["lines"])
 
 
+def test_expert_parallelism_gives_a_dense_config_experts(tmp_path):
+    """--ep 2 alone is two replicas; the title says what the tiny model is."""
+    file = tmp_path / "check.json"
+    done = run("-m", "rlcore.cli", "check", "--ep", "2", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "TP1 x PP1 x CP1 x DP2, EP2, 2 microbatches" in done.stdout and "Warning" not in done.stderr
+    found = json.loads(file.read_text())
+    assert found["layout"].endswith("4 experts, 2 a token (the config's model is dense and has none)")
+    names = {line["quantity"] for line in found["lines"] if line["ok"]}
+    assert {"loss scale", "gradient layers.*.block_sparse_moe.experts.*.w1.weight"} < names
+
+
 def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
     """Both ranks leave with an error, rank 0 prints the table. One process has no TP rank 1 to be wrong."""
     script = tmp_path / "broken_job.py"
@@ -76,7 +88,9 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
         (["--pp", "3"], "model.num_layers=2 is not a multiple of parallel.pp=3"),
         (["--tp", "1", "--sp"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
         (["--vpp", "2"], "--vpp 2: the worker has no virtual pipeline stages yet"),
-        (["--ep", "2"], "--ep 2: the worker has no experts yet"),
+        (["--ep", "2", "--tp", "2"], "parallel.sequence_parallel=true"),
+        (["--ep", "3", "--dp", "2"], "parallel.ep=3 does not divide 2 data-parallel x 1 context-parallel"),
+        (["--ep", "0"], "ep=0: expected a count of at least 1"),
         (["--microbatches", "0"], "num_microbatches=0: expected a count of at least 1"),
         (["--dp", "0"], "dp=0: expected a count of at least 1"),
         (["--token-budget", "8"], "12 tokens"),
@@ -107,6 +121,13 @@ def test_the_layout_of_a_config_and_one_by_sizes():
     assert config.sequences_per_step == 18 and config.train.microbatch_size == 6
     # The run's loss and distribution, on a vocabulary that TP does not divide.
     assert config.model.vocab_size == 41 and config.sampling.top_k == 24 and config.sampling.temperature == 1
+    _, layout = check_command.check_problem_of(parse(["check", "--cp", "2", "--ep", "4"]))
+    assert (layout.cp, layout.dp, layout.ep, layout.adds_experts) == (2, 2, 4, True)
+    config, layout = check_command.check_problem_of(parse(["check", "--config-name", "demo_moe"]))
+    assert (layout.tp, layout.dp, layout.ep, layout.adds_experts) == (2, 2, 2, False)
+    assert config.model.num_moe_experts == 4 and config.parallel.sequence_parallel
+    _, layout = check_command.check_problem_of(parse(["check", "--config-name", "demo_moe", "--dp", "2"]))
+    assert (layout.dp, layout.ep, layout.adds_experts) == (2, 1, False)
     _, layout = check_command.check_problem_of(parse(["check", "--token-budget", "64"]))
     assert layout.packs and layout.token_budget == 64
 

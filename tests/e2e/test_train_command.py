@@ -60,6 +60,24 @@ def test_the_demo_for_a_few_steps(tmp_path):
     assert again.returncode == 2 and "--overwrite" in again.stderr
 
 
+def test_the_demo_with_experts_for_two_steps(tmp_path):
+    """EP2 x TP2: the replicas sample in step, the ratio starts at 1, and the folder is a Mixtral."""
+    folder = tmp_path / "run"
+    words = ["--config-name", "demo_moe", f"run_dir={folder}", "train.steps=2", "train.save_final=true"]
+    done = rlcore("train", *words)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    records = lines(folder)
+    assert [record["step"] for record in records] == [0, 1]
+    for record in records:
+        assert record["mismatch/abs_max"] < 1e-4 and record["mismatch/out_of_support"] == 0.0
+        assert record["ratio/max"] == pytest.approx(1, abs=1e-4)
+        assert record["tokens/trained"] == record["response/length"] * 128
+        assert record["update/skipped"] == 0 and record["optimizer/grad_norm"] > 0
+    saved = json.loads(folder.joinpath("policy/step_2/config.json").read_text())
+    assert saved["model_type"] == "mixtral" and saved["num_local_experts"] == 4
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [

@@ -15,6 +15,7 @@ import torch
 
 from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.config import RunConfig, load_run_config
+from rlcore.ops.reference import reference_logprob
 from rlcore.quantiles import RELATIVE_ERROR
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
@@ -217,3 +218,44 @@ def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) ->
         # A sketch's buckets are a step apart, and a value near an edge may fall on either side of it.
         tolerance = 2 * RELATIVE_ERROR if "quantile" in name else TOLERANCE
         assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=tolerance), (hint, name)
+
+
+def reference_step(
+    config: RunConfig, batch: TrainBatch, path: str, **options: object
+) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients by HF name and the retained count of the whole batch, in one float64 piece. `options`
+    go to `from_pretrained`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **options)
+    policy_terms, kl_terms = [], []
+    num_retained = num_valid = 0
+    for row in range(NUM_SEQUENCES):
+        length = int(batch.length_s[row])
+        logits = model(batch.ids_sl[row : row + 1, : length - 1]).logits[0]
+        scores = reference_logprob(logits, batch.ids_sl[row, 1:length], config.sampling.spec())
+        for position in range(1, length):
+            if not (batch.token_mask_sl[row, position] and batch.sample_mask_s[row]):
+                continue
+            num_valid += 1
+            log_ratio = batch.reference_logprob_sl[row, position] - scores.unfiltered_logprob_t[position - 1]
+            kl = log_ratio.exp() - 1 - log_ratio
+            kl_terms.append(kl + kl.detach() * (scores.unfiltered_logprob_t[position - 1]))
+            kl_terms[-1] = kl_terms[-1] - (kl.detach() * scores.unfiltered_logprob_t[position - 1]).detach()
+            if not batch.keep_old_sl[row, position]:
+                continue
+            num_retained += 1
+            if not scores.keep_t[position - 1]:
+                continue
+            ratio = (scores.logprob_t[position - 1] - batch.old_logprob_sl[row, position]).exp()
+            advantage = batch.advantage_sl[row, position].double()
+            policy_terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+    count = num_retained if config.loss.actor_denominator == "retained" else num_valid
+    loss = (
+        torch.stack(policy_terms).sum() / count
+        + config.loss.kl_coef * torch.stack(kl_terms).sum() / num_valid
+    )
+    loss.backward()
+    gradients = {name: p.grad.float() for name, p in model.named_parameters()}
+    return loss.item(), gradients, num_retained

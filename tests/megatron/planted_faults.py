@@ -258,6 +258,37 @@ def norms_not_summed_over_tp():
     )
 
 
+def expert_gradients_scaled_by_ep():
+    """As if the average over data x context parallel were one over the ranks that hold the same experts."""
+    return _with_model(
+        lambda name, parameter, groups: (
+            parameter.register_hook(lambda grad: grad * groups.ep_size) if ".local_experts." in name else None
+        )
+    )
+
+
+def experts_reduced_like_dense_weights():
+    """Megatron's mark of experts is missing: gradients of different experts are added up."""
+    return _with_model(
+        lambda name, parameter, groups: (
+            setattr(parameter, "allreduce", True) if ".local_experts." in name else None
+        )
+    )
+
+
+def experts_of_every_rank_counted_from_0():
+    """Each EP rank loads the first experts of a layer."""
+    from megatron_worker import hf_bridge
+
+    fill, layouts = hf_bridge._fill, hf_bridge.stage_layouts
+
+    def planted(model, arch, groups, read):
+        with mock.patch.object(hf_bridge, "stage_layouts", lambda *args: layouts(*args[:4], 0)):
+            fill(model, arch, groups, read)
+
+    return mock.patch.object(hf_bridge, "_fill", planted)
+
+
 def _with_model(change):
     """`change(name, parameter, groups)` for every parameter before data parallelism wraps the stage."""
     from megatron_worker import worker
@@ -293,6 +324,9 @@ PACKED_SP = {**TP2PP2_SP, "packed": True}
 PP2CP2 = {"pp": 2, "cp": 2}
 DP2CP2 = {"dp": 2, "cp": 2}
 
+# The test's config is dense, so the tiny model is given experts.
+EP2 = {"dp": 2, "ep": 2, "adds_experts": True}
+
 FAULTS = {
     "wrong_cp_factor": (wrong_cp_factor, PP2CP2, "loss scale"),
     "dp_size_left_out": (dp_size_left_out, DP2CP2, "loss scale"),
@@ -318,6 +352,13 @@ FAULTS = {
         "gradient layers.*.input_layernorm.weight",
     ),
     "tied_embedding_not_summed": (tied_embedding_not_summed, TP2PP2_SP, "gradient embed_tokens.weight"),
+    "expert_gradients_scaled_by_ep": (expert_gradients_scaled_by_ep, EP2, "loss scale"),
+    "experts_reduced_like_dense_weights": (
+        experts_reduced_like_dense_weights,
+        EP2,
+        "gradient layers.*.block_sparse_moe.experts.*.w2.weight",
+    ),
+    "experts_of_every_rank_counted_from_0": (experts_of_every_rank_counted_from_0, EP2, "logprob"),
 }
 
 

@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
 def _patched_attributes():
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     names = (
         "current_device",
@@ -25,6 +27,13 @@ def _patched_attributes():
     return [getattr(torch.cuda, name) for name in names] + [
         megatron_random._get_cuda_rng_state,
         megatron_random._set_cuda_rng_state,
+        torch.cuda.current_stream,
+        torch.cuda.stream,
+        token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream,
+        token_dispatcher.maybe_move_tensor_to_cpu,
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+        getattr(moe_utils, "te_general_gemm", "absent"),
     ]
 
 
@@ -65,6 +74,42 @@ def test_cuda_calls_are_answered_on_the_cpu_and_nesting_changes_nothing():
         first = torch.rand(3, device="cuda")
         torch.cuda.set_rng_state(state)
         assert torch.equal(first, torch.rand(3, device="cuda"))
+
+
+def uneven_on_rank(rank, world_size, lengths):
+    """What Megatron's pair of collectives makes of shares of these lengths, and of their gradients."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    from megatron_worker.cpu_backend import cpu_backend
+
+    start = sum(lengths[:rank])
+    own = (
+        10.0 * torch.arange(start, start + lengths[rank]).double()[:, None] + torch.arange(3)
+    ).requires_grad_()
+    with cpu_backend("cpu"):
+        whole = gather_from_sequence_parallel_region(own, group=dist.group.WORLD, output_split_sizes=lengths)
+        # Each rank's rows weigh something else: the gradient of a share is the sum of what all ranks say.
+        back = reduce_scatter_to_sequence_parallel_region(
+            whole * (rank + 1), group=dist.group.WORLD, input_split_sizes=lengths
+        )
+        (back * (rank + 1)).sum().backward()
+    return own.detach(), whole.detach(), back.detach(), own.grad
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [0, 2], [2, 0, 1, 4]])
+def test_shares_of_uneven_lengths(lengths):
+    """gloo sends equally much: some ranks have no token for an expert at all."""
+    total, results = sum(range(1, len(lengths) + 1)), run_ranks(uneven_on_rank, len(lengths), lengths)
+    expected = 10.0 * torch.arange(sum(lengths)).double()[:, None] + torch.arange(3)
+    for rank, (own, whole, back, gradient) in enumerate(results):
+        assert torch.equal(whole, expected)
+        assert torch.equal(back, own * total)
+        # The rank's rows came back times 1 + 2 + ..., and its own loss weighs them.
+        assert torch.equal(gradient, torch.full_like(own, total * (rank + 1)))
 
 
 def test_a_cuda_machine_is_left_alone(monkeypatch):

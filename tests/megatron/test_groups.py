@@ -9,7 +9,7 @@ from tests.rank_pool import run_ranks
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
-def _groups(rank, world_size, tp, pp, cp_size):
+def _groups(rank, world_size, tp, pp, cp_size, ep=1):
     """Members of each of this rank's groups, before and after Megatron's state was set up a second time."""
     import torch.distributed as dist
 
@@ -20,8 +20,11 @@ def _groups(rank, world_size, tp, pp, cp_size):
     seen = []
     with cpu_backend("cpu"):
         for _ in range(2):
-            groups = initialize_parallel(ParallelConfig(tp=tp, pp=pp, backend="cpu"), "cpu", cp_size=cp_size)
-            handles = {name: getattr(groups, name) for name in ("tp", "pp", "cp", "dp", "dp_cp", "model")}
+            groups = initialize_parallel(
+                ParallelConfig(tp=tp, pp=pp, ep=ep, backend="cpu"), "cpu", cp_size=cp_size
+            )
+            names = ("tp", "pp", "cp", "dp", "dp_cp", "model", "ep", "expert_dp")
+            handles = {name: getattr(groups, name) for name in names}
             ranks = {
                 name: [rank] if group is None else dist.get_process_group_ranks(group)
                 for name, group in handles.items()
@@ -44,8 +47,27 @@ def test_groups_with_context_parallelism(tp, pp, expected_of_last):
     results = run_ranks(_groups, 4, tp, pp, 2)
     for first, second in results:
         assert first == second and first[2] == 2
-    assert results[3][0][0] == expected_of_last and results[3][0][1] == 1
+    without_experts = {"ep": [3], "expert_dp": expected_of_last["dp_cp"]}
+    assert results[3][0][0] == expected_of_last | without_experts and results[3][0][1] == 1
     assert sum(result[0][3] for result in results) == 4 // (tp * pp * 2)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "expected_of_last"),
+    [
+        (1, 1, 2, {"ep": [2, 3], "expert_dp": [1, 3]}),
+        (1, 2, 2, {"ep": [2, 3], "expert_dp": [1, 3]}),
+        (1, 2, 4, {"ep": [0, 1, 2, 3], "expert_dp": [3]}),
+        (2, 1, 2, {"ep": [1, 3], "expert_dp": [3]}),
+    ],
+)
+def test_groups_with_expert_parallelism(tp, cp, ep, expected_of_last):
+    """They lie inside data x context parallel, and TP ranks have EP groups of their own."""
+    first, second = run_ranks(_groups, 4, tp, 1, cp, ep)[3]
+    assert first == second
+    ranks = first[0]
+    assert {name: ranks[name] for name in expected_of_last} == expected_of_last
+    assert set(ranks["ep"]) <= set(ranks["dp_cp"]) and set(ranks["expert_dp"]) <= set(ranks["dp_cp"])
 
 
 def _refused(rank, world_size):

@@ -220,7 +220,7 @@ def hf_bridge_arch(source):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "mixtral"),
+        ("model_type", "qwen3"),
         ("hidden_act", "gelu"),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}),
         ("rope_scaling", {"type": "linear", "factor": 2.0}),

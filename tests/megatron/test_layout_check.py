@@ -92,6 +92,40 @@ def test_a_right_layout_differs_by_rounding(layout, tied):
     assert max(line.largest for line in lines) > 0.0
 
 
+EXPERTS = {"adds_experts": True}
+EXPERT_LAYOUTS = [
+    {"dp": 2, "ep": 2, **EXPERTS},
+    {"tp": 2, "dp": 2, "ep": 2, **SP, **EXPERTS},
+    {"pp": 2, "dp": 2, "ep": 2, "packed": True, **EXPERTS},
+    {"cp": 2, "dp": 2, "ep": 2, **EXPERTS},
+]
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_a_right_layout_of_experts_differs_by_rounding(layout):
+    lines = differences(layout)
+    assert [line.quantity for line in lines if not line.ok] == []
+    quantities = {line.quantity for line in lines}
+    for name in ("gate", "experts.*.w1", "experts.*.w2", "experts.*.w3"):
+        assert f"gradient layers.*.block_sparse_moe.{name}.weight" in quantities
+    # A dense model with a QKV bias becomes one with experts, which have none beside them.
+    assert not any("bias" in name or ".mlp." in name for name in quantities)
+
+
+def test_a_run_with_experts_keeps_its_own_kind_of_them():
+    """Three a token stay three, of fewer experts."""
+    config, _ = make_problem(
+        {"dp": 2, "ep": 2}, "model.qkv_bias=false", "model.num_moe_experts=6", "model.moe_router_topk=3"
+    )
+    assert (config.model.num_moe_experts, config.model.moe_router_topk) == (4, 3)
+    with pytest.raises(ValueError, match=r"parallel.ep=4 does not divide model.num_moe_experts=6"):
+        make_problem(
+            {"dp": 4, "ep": 4}, "model.qkv_bias=false", "model.num_moe_experts=6", "model.moe_router_topk=3"
+        )
+    with pytest.raises(ValueError, match=r"parallel.ep=2 cuts experts, and the model has none"):
+        make_problem({"dp": 2, "ep": 2})
+
+
 def test_the_problem_holds_every_kind_of_token():
     """Otherwise a layout would pass on an easy batch."""
     for layout in LAYOUTS:

@@ -9,16 +9,13 @@ import dataclasses
 import pytest
 import torch
 
-from rlcore.batch import TrainBatch
-from rlcore.config import RunConfig
-from rlcore.ops.reference import reference_logprob
 from tests.megatron.layout_cases import (
     LAYOUTS,
-    NUM_SEQUENCES,
     TOLERANCE,
     assert_same,
     assert_same_metrics,
     make_config,
+    reference_step,
     train_on_rank,
 )
 from tests.rank_pool import run_ranks
@@ -68,7 +65,7 @@ def test_loss_and_gradients_equal_an_unsharded_float64_reference(actor_denominat
     """Hugging Face's model in float64, the reference op, and the loss written out on whole sequences."""
     config = make_config("tp2pp2", 2, kl_coef=0.1, actor_denominator=actor_denominator)
     result, gradients, _ = run_ranks(train_on_rank, 4, config, batch)[0]
-    loss, expected, retained = _reference_step(
+    loss, expected, retained = reference_step(
         config, batch, run_ranks(_save, 1, config, str(tmp_path / "policy"))[0]
     )
     assert result.metrics["loss/total"] == pytest.approx(loss, abs=TOLERANCE)
@@ -85,42 +82,3 @@ def _save(rank, world_size, config, path):
     finally:
         worker.close()
     return path
-
-
-def _reference_step(
-    config: RunConfig, batch: TrainBatch, path: str
-) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss, gradients by HF name and the retained count of the whole batch, in one float64 piece."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    policy_terms, kl_terms = [], []
-    num_retained = num_valid = 0
-    for row in range(NUM_SEQUENCES):
-        length = int(batch.length_s[row])
-        logits = model(batch.ids_sl[row : row + 1, : length - 1]).logits[0]
-        scores = reference_logprob(logits, batch.ids_sl[row, 1:length], config.sampling.spec())
-        for position in range(1, length):
-            if not (batch.token_mask_sl[row, position] and batch.sample_mask_s[row]):
-                continue
-            num_valid += 1
-            log_ratio = batch.reference_logprob_sl[row, position] - scores.unfiltered_logprob_t[position - 1]
-            kl = log_ratio.exp() - 1 - log_ratio
-            kl_terms.append(kl + kl.detach() * (scores.unfiltered_logprob_t[position - 1]))
-            kl_terms[-1] = kl_terms[-1] - (kl.detach() * scores.unfiltered_logprob_t[position - 1]).detach()
-            if not batch.keep_old_sl[row, position]:
-                continue
-            num_retained += 1
-            if not scores.keep_t[position - 1]:
-                continue
-            ratio = (scores.logprob_t[position - 1] - batch.old_logprob_sl[row, position]).exp()
-            advantage = batch.advantage_sl[row, position].double()
-            policy_terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
-    count = num_retained if config.loss.actor_denominator == "retained" else num_valid
-    loss = (
-        torch.stack(policy_terms).sum() / count
-        + config.loss.kl_coef * torch.stack(kl_terms).sum() / num_valid
-    )
-    loss.backward()
-    gradients = {name: p.grad.float() for name, p in model.named_parameters()}
-    return loss.item(), gradients, num_retained

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.megatron.expert_cases import EXPERT_LAYOUTS, expert_config
 from tests.megatron.layout_cases import LAYOUTS, make_config, train_on_rank
 from tests.megatron.planted_faults import planted
 from tests.rank_pool import run_ranks
@@ -211,10 +212,10 @@ def test_a_job_of_your_own():
 
 
 def test_a_stage_without_norms_is_named():
-    from megatron_worker.loss_scale import probe_weight
+    from megatron_worker.loss_scale import probe_norm
 
     with pytest.raises(ValueError, match="check_loss_scale=false"):
-        probe_weight(torch.nn.Linear(2, 2))
+        probe_norm(torch.nn.Linear(2, 2))
 
 
 def test_a_missing_reduction_cannot_hide_behind_equal_ranks():
@@ -228,3 +229,26 @@ def without_reduction_on_rank(rank, world_size, config):
 
     with mock.patch.object(DistributedDataParallel, "finish_grad_sync", lambda self, **_: None):
         return factors_on_rank(rank, world_size, config, "two_values", 1.0)
+
+
+@pytest.mark.parametrize("regime", ["three_values", "per_token"])
+@pytest.mark.parametrize("layout", ["ep2", "ep2+distopt", "tp2ep2", "dp4ep2"])
+def test_experts_have_factor_one_too(layout, regime):
+    """Their gradient is reduced over the ranks that hold the same experts, and averaged over all."""
+    denominator = "retained_exact" if regime == "per_token" else "retained"
+    config = expert_config(layout, 2, actor_denominator=denominator)
+    world_size = EXPERT_LAYOUTS[layout][0]
+    for factors, _ in run_ranks(factors_on_rank, world_size, config, regime, 1.0):
+        assert factors == pytest.approx([1.0] * world_size, abs=1e-6)
+
+
+def test_experts_scaled_wrongly_are_found():
+    """The norm's factor is still 1."""
+    for factors, _ in run_ranks(fault_on_rank, 2, expert_config("ep2", 2), "expert_gradients_scaled_by_ep"):
+        assert factors == pytest.approx([2.0] * 2, abs=1e-6)
+
+
+def fault_on_rank(rank, world_size, config, fault):
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, check_loss_scale=False))
+    with planted(fault):
+        return factors_on_rank(rank, world_size, config, "three_values", 1.0)

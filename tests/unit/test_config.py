@@ -260,7 +260,11 @@ def test_a_group_is_chosen_by_name():
         ("demo", ["~train"], r"'~train': write it as plain key=value"),
         ("demo", ["sampling=nonsense"], r"sampling/nonsense"),
         ("demo", ["run_dir=${nowhere}"], r"nowhere"),
-        ("demoo", [], r"--config-name demoo: no such file.*demo, demo_losses, smollm2_pp2, smollm2_tp3"),
+        (
+            "demoo",
+            [],
+            r"--config-name demoo: no such file.*demo, demo_losses, demo_moe, smollm2_pp2, smollm2_tp3",
+        ),
     ],
 )
 def test_words_that_hydra_or_we_refuse(name, words, message):
