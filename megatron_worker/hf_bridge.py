@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_worker.architecture import Architecture, hf_config
-from megatron_worker.parameter_layouts import ReadSlice, hf_shapes, local_layer_name, stage_layouts
+from megatron_worker.chunks import Model, chunks_of, num_stages, parameters_of, stage_of, unwrap
+from megatron_worker.parameter_layouts import (
+    ParameterLayout,
+    ReadSlice,
+    hf_shapes,
+    local_layer_name,
+    stage_layouts,
+)
 from rlcore.collectives import all_gather, broadcast_, group_rank, raise_together
 from rlcore.groups import ParallelGroups
 
@@ -36,16 +43,7 @@ _COMPANIONS = (
 )
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The bare stage inside Megatron's wrappers (DDP, float16)."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module  # pyright: ignore[reportAssignmentType]
-    return model
-
-
-def initialize_from_seed(
-    model: torch.nn.Module, arch: Architecture, seed: int, groups: ParallelGroups
-) -> None:
+def initialize_from_seed(model: Model, arch: Architecture, seed: int, groups: ParallelGroups) -> None:
     """Draws this rank's weights. Each is a shard of a full tensor that depends on the seed and its name only,
     so every layout holds the same model. Norms are 1, biases 0. No collective.
     """
@@ -71,10 +69,8 @@ def _drawn_tensor(hf_name: str, shape: tuple[int, ...], num_layers: int, seed: i
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def load_hf_weights(
-    model: torch.nn.Module, arch: Architecture, path: str | Path, groups: ParallelGroups
-) -> None:
-    """Fills this rank's stage from a Hugging Face folder's safetensors, reading only the slices it needs.
+def load_hf_weights(model: Model, arch: Architecture, path: str | Path, groups: ParallelGroups) -> None:
+    """Fills this rank's chunks from a Hugging Face folder's safetensors, reading only the slices it needs.
 
     Raises `ValueError`, on every rank, when a tensor is missing, left over, or of another shape than `arch`
     says. Load before the optimizer is built: it copies the weights. One collective over the world.
@@ -86,14 +82,25 @@ def load_hf_weights(
         _fill(model, arch, groups, folder.read)
     except (ValueError, OSError, SafetensorError) as caught:
         error = caught if isinstance(caught, ValueError) else ValueError(f"{path}: {caught}")
-    device = next(model.parameters()).device
+    device = next(parameters_of(model)).device
     raise_together(error, groups.world, device)
 
 
-def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
+def _fill(model: Model, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
     """Copies what `read` returns into every parameter; `ValueError` naming those that do not fit."""
-    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank)
-    parameters = {local_layer_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    chunks = chunks_of(model)
+    for index, chunk in enumerate(chunks):
+        layouts = stage_layouts(arch, num_stages(len(chunks), groups), stage_of(index, groups))
+        _fill_chunk(chunk, layouts, groups, read)
+
+
+def _fill_chunk(
+    chunk: torch.nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    groups: ParallelGroups,
+    read: ReadSlice,
+) -> None:
+    parameters = _named_parameters(chunk)
     if parameters.keys() != layouts.keys():
         raise ValueError(
             "The model does not fit the architecture. Parameters without a Hugging Face source: "
@@ -108,6 +115,11 @@ def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, re
                     f"{name}: the model holds {tuple(parameter.shape)}, the weights {tuple(shard.shape)}."
                 )
             parameter.copy_(shard)
+
+
+def _named_parameters(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By the names of Megatron's local layers."""
+    return {local_layer_name(name): parameter for name, parameter in unwrap(chunk).named_parameters()}
 
 
 class _WeightFolder:
@@ -161,7 +173,7 @@ def _shorten(names: list[str]) -> str:
 
 
 def export_hf_tensors(
-    model: torch.nn.Module, arch: Architecture, groups: ParallelGroups
+    model: Model, arch: Architecture, groups: ParallelGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF name, full tensor on the CPU) for every weight, on every rank, in model order.
 
@@ -169,26 +181,27 @@ def export_hf_tensors(
     one broadcast of a TP shard over the pipeline group and one all-gather over the tensor group, so every
     rank must exhaust the iterator. At most one parameter is held in full at a time.
     """
-    bare = unwrap(model)
-    parameters = {local_layer_name(name): parameter for name, parameter in bare.named_parameters()}
-    like = next(bare.parameters())
-    for stage in range(groups.pp_size):
-        for name, layout in stage_layouts(arch, groups.pp_size, stage).items():
+    own = [_named_parameters(chunk) for chunk in chunks_of(model)]
+    like = next(parameters_of(model))
+    total = num_stages(len(own), groups)
+    for stage in range(total):
+        index, owner = divmod(stage, groups.pp_size)
+        for name, layout in stage_layouts(arch, total, stage).items():
             if name == "output_layer.weight" and arch.tie_word_embeddings:
                 continue
-            if stage == groups.pp_rank:
-                shard = parameters[name].detach().clone()
+            if owner == groups.pp_rank:
+                shard = own[index][name].detach().clone()
             else:
                 shard = torch.empty(layout.shard_shape(groups.tp_size), dtype=like.dtype, device=like.device)
-            # The other stages wait for the owner; then the ranks of one stage wait for each other.
-            broadcast_(shard, stage, groups.pp)
+            # The other ranks of the pipeline wait for the owner; then the ranks of one stage for each other.
+            broadcast_(shard, owner, groups.pp)
             shards = all_gather(shard, groups.tp).cpu().unbind(0)
             for hf_name, tensor in layout.unshard(shards).items():
                 yield hf_name, tensor.contiguous()
 
 
 def save_hf(
-    model: torch.nn.Module,
+    model: Model,
     arch: Architecture,
     path: str | Path,
     groups: ParallelGroups,
@@ -214,7 +227,7 @@ def save_hf(
         shutil.rmtree(draft, ignore_errors=True)
     for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
         pass
-    raise_together(error, groups.world, next(model.parameters()).device)
+    raise_together(error, groups.world, next(parameters_of(model)).device)
 
 
 def _write_folder(
