@@ -1,6 +1,7 @@
 """A rank's chunks of the model: one, or several where virtual stages cut its share once more.
 
-Chunk i of pipeline rank r is stage i x PP + r of the model: Megatron's order, in which layers follow each other.
+Chunk i of pipeline rank r is stage i x PP + r of the model: Megatron's order, in which stages follow each
+other.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ class MegatronDecoder:
     def _forward(
         self, hidden_states: Callable[[Any], torch.Tensor], num_rows: int, length: int
     ) -> torch.Tensor | None:
-        """Hidden states `[l, b, D]` before the head, on the last stage, of this rank's `length` tokens of each
-        of the rows.
+        """Hidden states `[l, b, D]` before the head, on the last stage, of `length` tokens a row (with CP:
+        of those that are this rank's).
         """
 
         def run(stage: Any) -> torch.Tensor:

@@ -27,7 +27,8 @@ from rlcore.groups import ParallelGroups
 
 
 class GuestWorker(MegatronWorker):
-    """`PolicyWorker` around this rank's stage or chunks of an existing job. Methods are collective, as the worker's.
+    """`PolicyWorker` around this rank's stage or chunks of an existing job. Methods are collective, as the
+    worker's.
 
     `logprobs`, `prepare`, `metrics` and `refusal` need the model alone; `train_step` the optimizer too;
     `reference_logprobs` the reference. `save` and the embedded sampler stay with the job.
@@ -101,8 +102,8 @@ class GuestWorker(MegatronWorker):
         """See `PolicyWorker`. `ValueError` without a reference stage."""
         if self.reference is None:
             raise ValueError(
-                "this worker was given no reference policy: pass reference=..., frozen like the model, or bring "
-                " reference logprobs with the batch."
+                "this worker was given no reference policy: pass reference=..., frozen chunks like the "
+                "model's, or bring reference logprobs with the batch."
             )
         return super().reference_logprobs(batch)
 
@@ -133,8 +134,8 @@ def bare_chunks(chunks: Sequence[Any]) -> list[Any]:
     given = [chunk.vp_stage or 0 for chunk in bare]
     if given != list(range(expected)):
         raise ValueError(
-            f"the model has {expected} virtual pipeline stages a rank (virtual_pipeline_model_parallel_size), "
-            f"got chunks with vp_stage {given}. Pass the list of all of this rank's chunks, in order."
+            f"virtual_pipeline_model_parallel_size={model_config.virtual_pipeline_model_parallel_size}, but "
+            f"the chunks given have vp_stage {given}. Pass the list of all of this rank's chunks, in order."
         )
     group_size = model_config.microbatch_group_size_per_vp_stage
     if expected > 1 and group_size != model_config.pipeline_model_parallel_size:

@@ -27,8 +27,8 @@ def run_schedule(
 
     `shape`: rows and tokens of an input (of the first one, where the model's config has variable lengths).
     Returns what the loss function returned beside the loss, or all of it with `collect`, in the inputs'
-    order, on the last stage; nothing elsewhere. `ValueError` unless the interleaved schedule gets a multiple of PP
-    inputs.
+    order, on the last stage; nothing elsewhere. The interleaved schedule raises unless it gets a
+    multiple of PP inputs.
     """
     return get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -277,8 +277,8 @@ def check_microbatch_groups(config: RunConfig, num_microbatches: int) -> None:
     if config.train.token_budget is None and num_microbatches % parallel.microbatch_multiple:
         raise ConfigError(
             f"{num_microbatches} microbatches per optimizer step on each data-parallel rank are not a "
-            f"multiple of parallel.pp={parallel.pp}, which parallel.vpp={parallel.vpp} virtual stages need. Change "
-            "train.microbatch_size or the batch, or set parallel.vpp=1."
+            f"multiple of parallel.pp={parallel.pp}, as parallel.vpp={parallel.vpp} virtual stages need. "
+            "Change train.microbatch_size or the batch, or set parallel.vpp=1."
         )
 
 
