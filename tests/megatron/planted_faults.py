@@ -275,6 +275,43 @@ def _with_model(change):
     return mock.patch.object(worker, "wrap_ddp", planted)
 
 
+def layers_of_a_rank_in_a_row():
+    """Weights go to a rank's virtual stages as if a rank held layers that follow each other."""
+    from megatron_worker import hf_bridge
+
+    def planted(index, groups):
+        return groups.pp_rank * VPP + index
+
+    return mock.patch.object(hf_bridge, "stage_of", planted)
+
+
+def chunks_counted_as_microbatches():
+    """The loss is scaled up by what the schedule runs: microbatches times virtual stages."""
+    from megatron_worker import forward_step
+
+    right = forward_step.cancel_megatron_scaling
+
+    def planted(loss, num_microbatches, *args):
+        return right(loss, num_microbatches * VPP, *args)
+
+    return mock.patch.object(forward_step, "cancel_megatron_scaling", planted)
+
+
+def gradient_of_later_chunks_scaled():
+    """Every virtual stage but a rank's first gets half of its gradient."""
+    from megatron_worker import worker
+
+    wrap = worker.wrap_ddp
+
+    def planted(model, parallel):
+        for parameter in model.parameters():
+            if model.vp_stage:
+                parameter.register_hook(lambda grad: grad * 0.5)
+        return wrap(model, parallel)
+
+    return mock.patch.object(worker, "wrap_ddp", planted)
+
+
 def tied_embedding_not_summed():
     """The first and the last stage keep their own gradient of the weight that they share."""
     import sys
@@ -292,6 +329,8 @@ TP2PP2_SP = {"tp": 2, "pp": 2, "sequence_parallel": True}
 PACKED_SP = {**TP2PP2_SP, "packed": True}
 PP2CP2 = {"pp": 2, "cp": 2}
 DP2CP2 = {"dp": 2, "cp": 2}
+VPP = 2
+TP2PP2VPP2 = {"tp": 2, "pp": 2, "vpp": VPP}
 
 FAULTS = {
     "wrong_cp_factor": (wrong_cp_factor, PP2CP2, "loss scale"),
@@ -316,6 +355,13 @@ FAULTS = {
         norms_not_summed_over_tp,
         TP2PP2_SP,
         "gradient layers.*.input_layernorm.weight",
+    ),
+    "layers_of_a_rank_in_a_row": (layers_of_a_rank_in_a_row, TP2PP2VPP2, "logprob"),
+    "chunks_counted_as_microbatches": (chunks_counted_as_microbatches, TP2PP2VPP2, "loss scale"),
+    "gradient_of_later_chunks_scaled": (
+        gradient_of_later_chunks_scaled,
+        TP2PP2VPP2,
+        "gradient layers.*.mlp.down_proj.weight",
     ),
     "tied_embedding_not_summed": (tied_embedding_not_summed, TP2PP2_SP, "gradient embed_tokens.weight"),
 }
