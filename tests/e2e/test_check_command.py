@@ -42,7 +42,8 @@ def run(*command: str) -> subprocess.CompletedProcess:
 def test_a_layout_on_ranks_of_its_own(tmp_path):
     """Virtual stages and packed rows, an untied head: every line within its tolerance, in the table and the file."""
     file = tmp_path / "check.json"
-    words = ["--pp", "2", "--vpp", "2", "--packed", "--json", str(file), "model.tie_word_embeddings=false"]
+    words = ["--pp", "2", "--vpp", "2", "--packed", "--json", str(file)]
+    words += ["model.num_layers=4", "model.tie_word_embeddings=false"]
     done = run("-m", "rlcore.cli", "check", *words)
     assert done.returncode == 0, done.stderr
     assert "the layout matches one process." in done.stdout and "Warning" not in done.stderr

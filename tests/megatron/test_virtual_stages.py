@@ -25,8 +25,8 @@ from tests.rank_pool import run_ranks
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 NUM_LAYERS, NUM_STEPS = 4, 2
-# Of weights that a step moves by up to 1e-2, and attention's tiny gradients by 1e-4. The optimizer's epsilon is
-# large: with a small one the first steps are the gradient's sign, which rounding decides where it is near 0.
+# Of weights that a step moves by up to 1e-2, and attention's tiny gradients by 1e-4. The optimizer's epsilon
+# is large: with a small one the first steps are the gradient's sign, which rounding decides where it is near 0.
 WEIGHT_TOLERANCE = 1e-6
 
 
@@ -215,3 +215,61 @@ def broken_chunk_on_rank(rank, world_size, config, batch, broken):
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_broken_gradient_of_any_chunk_is_refused(broken, vpp_batch):
     assert all(run_ranks(broken_chunk_on_rank, 2, vpp_config("pp2", 2), vpp_batch, broken, timeout_s=60))
+
+
+def guest_on_rank(rank, world_size, config, batch):
+    """A job's own chunks under a guest: scores, a step, gradients; gradients of the job's own schedule; and
+    what is said of chunks that are missing or out of order.
+    """
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_worker.architecture import architecture_from_config
+    from megatron_worker.cpu_backend import cpu_backend
+    from megatron_worker.groups import destroy_parallel, initialize_parallel
+    from megatron_worker.guest import GuestWorker
+    from megatron_worker.hf_bridge import initialize_from_seed
+    from megatron_worker.model_setup import build_chunks, wrap_ddp
+    from megatron_worker.optimizer_setup import build_optimizer
+
+    with cpu_backend("cpu"):
+        groups = initialize_parallel(config.parallel, "cpu")
+        try:
+            arch = architecture_from_config(config.model, 0)
+            bare = build_chunks(arch, config.parallel, "float32", groups)
+            initialize_from_seed(bare, arch, config.seed, groups)
+            chunks = [wrap_ddp(chunk, config.parallel) for chunk in bare]
+            optimizer, scheduler = build_optimizer(chunks, config.optimizer, 3)
+            chunks[0].config.finalize_model_grads_func = finalize_model_grads
+            told = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pp=1, vpp=1))
+            size = config.model.vocab_size
+            guest = GuestWorker(chunks, told, size, optimizer=optimizer, scheduler=scheduler, reference=bare)
+            guest.arch = arch
+            scores, reference_sl = guest.logprobs(batch), guest.reference_logprobs(batch)
+            prepared = guest.prepare(batch)
+            reports = get_forward_backward_func()(**prepared.schedule(), model=chunks, forward_only=False)
+            assert guest.refusal(reports) is None
+            by_hand = gradients_by_name(guest)
+            result = guest.train_step(batch)
+            said = []
+            for wrong in (chunks[0], chunks[:1], chunks[::-1]):
+                with pytest.raises(ValueError) as caught:
+                    GuestWorker(wrong, told, size)
+                said.append(str(caught.value))
+            return scores, reference_sl, result, gradients_by_name(guest), by_hand, said
+        finally:
+            destroy_parallel()
+
+
+def test_a_guest_takes_the_jobs_chunks(vpp_batch, answers):
+    scores, reference_sl, first, gradients, _, _, _ = answers[True]
+    outcomes = run_ranks(guest_on_rank, 4, vpp_config("tp2pp2", 2), vpp_batch)
+    for own_scores, own_reference_sl, result, own_gradients, by_hand, said in outcomes:
+        kept_sl = scores.keep_sl
+        gap_sl = (own_scores.logprob_sl - scores.logprob_sl)[kept_sl]
+        assert float(gap_sl.abs().max()) < TOLERANCE
+        assert torch.allclose(own_reference_sl, reference_sl, atol=TOLERANCE)
+        assert_same_metrics(result, first, "guest")
+        assert_same(own_gradients, gradients, "guest")
+        assert_same(by_hand, gradients, "by hand")
+        assert all("Pass the list of all of this rank's chunks" in message for message in said)

@@ -207,7 +207,7 @@ def test_off_values_are_accepted(top_k, top_p):
         (
             {"parallel": {"pp": 2, "vpp": 2}, "train": {"microbatch_size": 128}},
             2,
-            r"1 microbatches per optimizer step.*multiple of parallel.pp=2, as parallel.vpp=2.*microbatch_size",
+            r"1 microbatches per optimizer step.* of parallel.pp=2, as parallel.vpp=2.*microbatch_size",
         ),
     ],
 )
