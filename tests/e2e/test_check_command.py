@@ -40,7 +40,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_a_layout_on_ranks_of_its_own(tmp_path):
-    """Virtual stages and packed rows, an untied head: every line within its tolerance, in the table and the file."""
+    """Virtual stages, packed rows, an untied head: every line within its tolerance, in table and file."""
     file = tmp_path / "check.json"
     words = ["--pp", "2", "--vpp", "2", "--packed", "--json", str(file)]
     words += ["model.num_layers=4", "model.tie_word_embeddings=false"]

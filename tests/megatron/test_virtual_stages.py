@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 NUM_LAYERS, NUM_STEPS = 4, 2
 # Of weights that a step moves by up to 1e-2, and attention's tiny gradients by 1e-4. The optimizer's epsilon
-# is large: with a small one the first steps are the gradient's sign, which rounding decides where it is near 0.
+# is large: with a small one first steps are the gradient's sign, which rounding decides where it is near 0.
 WEIGHT_TOLERANCE = 1e-6
 
 
