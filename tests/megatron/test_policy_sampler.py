@@ -110,7 +110,7 @@ def test_trainer_and_sampler_agree_for_an_unchanged_policy(layout):
 
 @pytest.mark.parametrize(("layout", "other"), [("tp2pp2+vpp", "tp2pp2"), ("pp2cp2+vpp", "tp1")])
 def test_virtual_stages_draw_what_the_model_without_them_draws(layout, other):
-    """The same seed, token for token: with a cache, and with whole sequences at every step. Each TP rank draws
+    """The same seed, token for token: with a cache, and with whole sequences at every step. Each TP rank has
     noise of its own, so TP stays.
     """
     without = make_config(other, num_layers=4)
