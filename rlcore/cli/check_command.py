@@ -108,9 +108,9 @@ def layout_words(args: argparse.Namespace) -> list[str]:
     if _gives_layout(args):
         words = [f"parallel.{name}={_size(args, name)}" for name in _LAYOUT]
         words.append(f"parallel.sequence_parallel={str(args.sp).lower()}")
+        words += _layers_of_the_demo(args)
     elif args.sp:
         words.append("parallel.sequence_parallel=true")
-        words += _layers_of_the_demo(args)
     if args.packed or args.token_budget is not None or (_gives_layout(args) and _size(args, "cp") > 1):
         words.append(f"train.token_budget={args.token_budget or _PLACEHOLDER_BUDGET}")
     return words

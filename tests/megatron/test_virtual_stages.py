@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -238,7 +239,7 @@ def guest_on_rank(rank, world_size, config, batch):
             arch = architecture_from_config(config.model, 0)
             bare = build_chunks(arch, config.parallel, "float32", groups)
             initialize_from_seed(bare, arch, config.seed, groups)
-            chunks = [wrap_ddp(chunk, config.parallel) for chunk in bare]
+            chunks: list[Any] = [wrap_ddp(chunk, config.parallel) for chunk in bare]
             optimizer, scheduler = build_optimizer(chunks, config.optimizer, 3)
             chunks[0].config.finalize_model_grads_func = finalize_model_grads
             told = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pp=1, vpp=1))
