@@ -42,6 +42,8 @@ class CheckLayout:
     """Tensor parallel size."""
     pp: int = 1
     """Pipeline parallel size."""
+    vpp: int = 1
+    """Virtual stages a pipeline rank."""
     cp: int = 1
     """Context parallel size."""
     dp: int = 1
@@ -60,7 +62,7 @@ class CheckLayout:
     """Packed rows of so many tokens. None: what gives `num_microbatches`."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "dp", "ep", "num_microbatches", "token_budget"):
+        for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "num_microbatches", "token_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: expected a count of at least 1.")
@@ -101,6 +103,7 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
         run.parallel,
         tp=layout.tp,
         pp=layout.pp,
+        vpp=layout.vpp,
         cp=layout.cp,
         ep=layout.ep,
         sequence_parallel=layout.sequence_parallel,
@@ -164,7 +167,7 @@ def tiny_model(arch: Architecture, layout: CheckLayout, run: ModelConfig) -> Mod
     heads = groups * (arch.num_attention_heads // arch.num_query_groups)
     return ModelConfig(
         vocab_size=max(21, 10 * layout.tp + 1),
-        num_layers=max(2, layout.pp),
+        num_layers=max(2, layout.pp * layout.vpp),
         hidden_size=heads * HEAD_DIM,
         num_attention_heads=heads,
         num_query_groups=groups,

@@ -1,19 +1,19 @@
-"""Next-token logits of the policy for the embedded sampler, through Megatron's schedule and KV cache."""
+"""Next-token logits of the policy for the embedded sampler, through all stages and Megatron's KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_worker.architecture import Architecture
 from megatron_worker.attention import packed_seq_params
+from megatron_worker.chunks import Model, chunks_of, unwrap
 from megatron_worker.fused_head import without_head
-from megatron_worker.hf_bridge import unwrap
+from megatron_worker.schedule import forward_once
 from rlcore.collectives import all_reduce_
 from rlcore.config import ParallelConfig
 from rlcore.groups import ParallelGroups
@@ -22,7 +22,7 @@ from rlcore.layout.packing import PackedLayout
 
 
 class MegatronDecoder:
-    """Implements `rlcore.interfaces.DecodingModel` on one stage of a (possibly wrapped) `GPTModel`.
+    """Implements `rlcore.interfaces.DecodingModel` on a rank's chunks of a (possibly wrapped) `GPTModel`.
 
     Keys and values of seen tokens are cached, so a step costs one token. Sequence and context parallelism
     shard tokens over ranks, which one token cannot be: the decoder then runs the whole sequences at every
@@ -31,12 +31,13 @@ class MegatronDecoder:
     """
 
     def __init__(
-        self, model: torch.nn.Module, arch: Architecture, parallel: ParallelConfig, groups: ParallelGroups
+        self, model: Model, arch: Architecture, parallel: ParallelConfig, groups: ParallelGroups
     ) -> None:
         self.groups = groups
         self.vocab_size = arch.vocab_size
-        self.device = next(model.parameters()).device
-        self._stage: Any = unwrap(model)
+        self._stages: list[Any] = [unwrap(chunk) for chunk in chunks_of(model)]
+        self.device = next(self._stages[0].parameters()).device
+        self._hidden_size = arch.hidden_size
         self._max_positions = arch.max_position_embeddings
         self._num_sequences = 0
         self._max_length = 0
@@ -70,7 +71,7 @@ class MegatronDecoder:
                 f"{self._num_sequences} rows and fewer seen columns than the length, which is at most "
                 f"{self._max_length} (see start_decoding)."
             )
-        with torch.no_grad(), _evaluating(self._stage):
+        with torch.no_grad(), _evaluating(self._stages):
             if self.groups.cp_size > 1:
                 return self._run_packed(ids_sl)
             if self._context is None:
@@ -104,11 +105,14 @@ class MegatronDecoder:
     def _run(self, ids_sl: torch.Tensor, position_sl: torch.Tensor, last: int) -> torch.Tensor | None:
         """One forward of all stages; the head is applied to column `last` only."""
 
-        def forward_step(data: Any, stage: Any) -> tuple[torch.Tensor, Any]:
-            hidden = self._hidden_states(ids_sl, position_sl)
-            return hidden, lambda output, non_loss_data: self._head(output, last)
+        def hidden_states(stage: Any) -> torch.Tensor:
+            # Inference mode gathers the head's vocabulary, so the head is applied afterwards.
+            return stage(
+                ids_sl, position_sl, None, inference_context=self._context, runtime_gather_output=True
+            )
 
-        return self._forward(forward_step, *ids_sl.shape)
+        hidden = self._forward(hidden_states, *ids_sl.shape)
+        return None if hidden is None else self._head(hidden, last)
 
     def _run_packed(self, ids_sl: torch.Tensor) -> torch.Tensor | None:
         """The last column's logits from whole sequences in one packed row. Collective over CP."""
@@ -126,39 +130,29 @@ class MegatronDecoder:
         index_t[owned_t] = torch.arange(owned_t.shape[0], device=ids_sl.device)
         index_s = index_t[last_s]
 
-        def forward_step(data: Any, stage: Any) -> tuple[torch.Tensor, Any]:
-            with without_head(self._stage):
-                hidden = self._stage(
-                    ids_t[None], position_t[None], None, packed_seq_params=packed_seq_params(layout)
-                )
-            return hidden, lambda output, non_loss_data: self._output(output)[index_s.clamp(min=0), 0]
+        def hidden_states(stage: Any) -> torch.Tensor:
+            return stage(ids_t[None], position_t[None], None, packed_seq_params=packed_seq_params(layout))
 
-        logits_sv = self._forward(forward_step, 1, ids_t.shape[0])
-        if logits_sv is None:
+        hidden = self._forward(hidden_states, 1, ids_t.shape[0])
+        if hidden is None:
             return None
+        logits_sv = self._output(hidden)[index_s.clamp(min=0), 0]
         # One rank holds each row: the sum over all is that row.
         return all_reduce_(torch.where(index_s[:, None] >= 0, logits_sv, 0.0), "sum", self.groups.cp)
 
-    def _forward(self, forward_step: Any, num_rows: int, length: int) -> torch.Tensor | None:
-        """What the last stage collected. Stages wait for the one before; the first one starts at once."""
-        collected = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(()),
-            model=[self._stage],
-            num_microbatches=1,
-            seq_length=length,
-            micro_batch_size=num_rows,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        return collected[0] if self.groups.is_last_stage else None
+    def _forward(
+        self, hidden_states: Callable[[Any], torch.Tensor], num_rows: int, length: int
+    ) -> torch.Tensor | None:
+        """Hidden states `[l, b, D]` before the head, on the last stage, of `length` tokens a row (with CP:
+        of those that are this rank's).
+        """
 
-    def _hidden_states(self, ids_sl: torch.Tensor, position_sl: torch.Tensor) -> torch.Tensor:
-        """The stage's output before the head, `[L, S, D]`: inference mode gathers the head's vocabulary."""
-        with without_head(self._stage):
-            return self._stage(
-                ids_sl, position_sl, None, inference_context=self._context, runtime_gather_output=True
-            )
+        def run(stage: Any) -> torch.Tensor:
+            with without_head(stage):
+                return hidden_states(stage)
+
+        shape = (length // self._sp_size, num_rows, self._hidden_size)
+        return forward_once(self._stages, run, shape, self.groups)
 
     def _head(self, hidden: torch.Tensor, last: int) -> torch.Tensor:
         """`[S, v]` logits of one column of `[L, S, D]` hidden states (this rank's share of L with SP)."""
@@ -168,7 +162,7 @@ class MegatronDecoder:
 
     def _output(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[l, b, v]` logits of hidden states (gathered over TP first under sequence parallelism)."""
-        stage = self._stage
+        stage = self._stages[-1]
         weight = (
             stage.shared_embedding_or_output_weight() if stage.share_embeddings_and_output_weights else None
         )
@@ -176,10 +170,11 @@ class MegatronDecoder:
 
 
 @contextmanager
-def _evaluating(stage: torch.nn.Module) -> Iterator[None]:
+def _evaluating(stages: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Evaluation mode while open; modules that were training train again afterwards."""
-    training = [module for module in stage.modules() if module.training]
-    stage.eval()
+    training = [module for stage in stages for module in stage.modules() if module.training]
+    for stage in stages:
+        stage.eval()
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from megatron_worker.attention import packed_seq_params
+from megatron_worker.chunks import unwrap
 from megatron_worker.fused_head import Scoring, loss_of_hidden, score_hidden, without_head
-from megatron_worker.hf_bridge import unwrap
 from megatron_worker.microbatch_loss import (
     LossReport,
     is_sum_over_tokens,

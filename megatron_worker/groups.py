@@ -47,6 +47,7 @@ def initialize_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=cp_size,
         expert_model_parallel_size=parallel.ep,
         # Megatron declares whole minutes and hands the number to timedelta, which takes fractions.

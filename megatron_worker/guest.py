@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron_worker.chunks import Model, chunks_of, unwrap
 from megatron_worker.forward_step import LossContract, OutputHead, divides_by_exact_count
 from megatron_worker.groups import parallel_groups
-from megatron_worker.hf_bridge import unwrap
 from megatron_worker.worker import MegatronWorker
 from rlcore.batch import StepResult, TrainBatch
 from rlcore.config import ParallelConfig, RunConfig
@@ -27,24 +27,26 @@ from rlcore.groups import ParallelGroups
 
 
 class GuestWorker(MegatronWorker):
-    """`PolicyWorker` around this rank's stage of an existing job. Methods are collective, as the worker's.
+    """`PolicyWorker` around this rank's stage or chunks of an existing job. Methods are collective, as the
+    worker's.
 
     `logprobs`, `prepare`, `metrics` and `refusal` need the model alone; `train_step` the optimizer too;
-    `reference_logprobs` the reference stage. `save` and the embedded sampler stay with the job.
+    `reference_logprobs` the reference. `save` and the embedded sampler stay with the job.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         config: RunConfig | Mapping[str, Any],
         vocab_size: int,
         *,
         optimizer: MegatronOptimizer | None = None,
         scheduler: Any = None,
-        reference: torch.nn.Module | None = None,
+        reference: Model | None = None,
         contract: LossContract | None = None,
     ) -> None:
-        """`model`: a `GPTModel` stage, wrapped or not; `vocab_size`: its vocabulary without padding rows.
+        """`model`: a `GPTModel` stage, wrapped or not, with virtual stages the list of this rank's chunks;
+        `vocab_size`: its vocabulary without padding rows.
 
         `config`, or a mapping of its keys: read are loss, importance, sampling, train.microbatch_size and
         train.token_budget, model.fused_head and model.fused_head_tokens, parallel.timeout_s. The layout is
@@ -56,29 +58,28 @@ class GuestWorker(MegatronWorker):
         worker, because that makes process groups.
         """
         # Not the base class's: it would build what the job has already.
-        bare: Any = unwrap(model)
-        if not isinstance(bare, GPTModel):
-            raise ValueError(
-                f"expected a GPTModel stage, got a {type(bare).__name__}. The parts for other models are in "
-                "megatron_worker/forward_step.py."
-            )
+        self.chunks = chunks_of(model)
+        bare = bare_chunks(self.chunks)
         self._open = ExitStack()
-        self.model, self.optimizer, self.scheduler, self.reference = model, optimizer, scheduler, reference
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.reference = None if reference is None else chunks_of(reference)
         if not isinstance(config, RunConfig):
             config = parse_dataclass(RunConfig, config)
         self.groups = parallel_groups(timedelta(seconds=config.parallel.timeout_s))
-        self.device = next(model.parameters()).device
-        parallel = job_parallel(config.parallel, bare.config, self.groups)
+        self.device = next(bare[0].parameters()).device
+        parallel = job_parallel(config.parallel, bare[0].config, self.groups)
         self.config = dataclasses.replace(config, parallel=parallel)
         check_guest_config(self.config)
-        per_token = bool(bare.config.calculate_per_token_loss)
+        per_token = bool(bare[0].config.calculate_per_token_loss)
         self.contract = LossContract(per_token=per_token) if contract is None else contract
-        check_model(self.config, bare, vocab_size)
-        check_loss_contract(self.config, bare.config, self.contract)
+        for chunk in bare:
+            check_model(self.config, chunk, vocab_size)
+        check_loss_contract(self.config, bare[0].config, self.contract)
         if optimizer is not None:
-            check_optimizer(model, optimizer)
+            for chunk in self.chunks:
+                check_optimizer(chunk, optimizer)
         self.spec = config.sampling.spec()
-        self.num_positions = bare.max_sequence_length
+        self.num_positions = bare[0].max_sequence_length
         self.head = OutputHead(
             groups=self.groups,
             vocab_size=vocab_size,
@@ -101,7 +102,7 @@ class GuestWorker(MegatronWorker):
         """See `PolicyWorker`. `ValueError` without a reference stage."""
         if self.reference is None:
             raise ValueError(
-                "this worker was given no reference policy: pass reference=..., a frozen stage like the "
+                "this worker was given no reference policy: pass reference=..., frozen chunks like the "
                 "model's, or bring reference logprobs with the batch."
             )
         return super().reference_logprobs(batch)
@@ -119,6 +120,33 @@ class GuestWorker(MegatronWorker):
         raise ValueError(f"the model belongs to your job: save it there, not through the worker ({path}).")
 
 
+def bare_chunks(chunks: Sequence[Any]) -> list[Any]:
+    """The `GPTModel`s inside. `ValueError` unless they are all of this rank's virtual stages, in order."""
+    bare: list[Any] = [unwrap(chunk) for chunk in chunks]
+    for chunk in bare:
+        if not isinstance(chunk, GPTModel):
+            raise ValueError(
+                f"expected a GPTModel stage, got a {type(chunk).__name__}. The parts for other models are in "
+                "megatron_worker/forward_step.py."
+            )
+    model_config = bare[0].config
+    expected = model_config.virtual_pipeline_model_parallel_size or 1
+    given = [chunk.vp_stage or 0 for chunk in bare]
+    if given != list(range(expected)):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={model_config.virtual_pipeline_model_parallel_size}, but "
+            f"the chunks given have vp_stage {given}. Pass the list of all of this rank's chunks, in order."
+        )
+    group_size = model_config.microbatch_group_size_per_vp_stage
+    if expected > 1 and group_size != model_config.pipeline_model_parallel_size:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage={group_size}: the worker cuts a batch into multiples of the "
+            f"pipeline size, {model_config.pipeline_model_parallel_size}. Leave it out of your "
+            "TransformerConfig."
+        )
+    return bare
+
+
 def check_guest_config(config: RunConfig) -> None:
     """The rules of what a guest reads: model, rollouts, rewards and optimizer are the job's."""
     check_ranges(config)
@@ -132,6 +160,7 @@ def job_parallel(given: ParallelConfig, model_config: Any, groups: ParallelGroup
     found = {
         "tp": groups.tp_size,
         "pp": groups.pp_size,
+        "vpp": model_config.virtual_pipeline_model_parallel_size or 1,
         "cp": groups.cp_size,
         "ep": groups.ep_size,
         "sequence_parallel": bool(model_config.sequence_parallel),
@@ -150,11 +179,6 @@ def job_parallel(given: ParallelConfig, model_config: Any, groups: ParallelGroup
 def check_model(config: RunConfig, bare: Any, vocab_size: int) -> None:
     """What the worker needs of the stage."""
     model_config = bare.config
-    if model_config.virtual_pipeline_model_parallel_size is not None:
-        raise ValueError(
-            "the model has virtual pipeline stages: a GuestWorker takes one chunk. Set "
-            "virtual_pipeline_model_parallel_size=None, or call make_train_step() on your chunks."
-        )
     dropout = {name: getattr(model_config, name) for name in ("hidden_dropout", "attention_dropout")}
     for name, rate in dropout.items():
         if rate:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_worker.architecture import Architecture, hf_config
+from megatron_worker.chunks import Model, chunks_of, num_stages, parameters_of, stage_of, unwrap
 from megatron_worker.parameter_layouts import (
+    ParameterLayout,
     ReadSlice,
     hf_shapes,
     is_expert,
@@ -42,16 +44,7 @@ _COMPANIONS = (
 )
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The bare stage inside Megatron's wrappers (DDP, float16)."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module  # pyright: ignore[reportAssignmentType]
-    return model
-
-
-def initialize_from_seed(
-    model: torch.nn.Module, arch: Architecture, seed: int, groups: ParallelGroups
-) -> None:
+def initialize_from_seed(model: Model, arch: Architecture, seed: int, groups: ParallelGroups) -> None:
     """Draws this rank's weights. Each is a shard of a full tensor that depends on the seed and its name only,
     so every layout holds the same model. Norms are 1, biases 0. No collective.
     """
@@ -77,10 +70,8 @@ def _drawn_tensor(hf_name: str, shape: tuple[int, ...], num_layers: int, seed: i
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def load_hf_weights(
-    model: torch.nn.Module, arch: Architecture, path: str | Path, groups: ParallelGroups
-) -> None:
-    """Fills this rank's stage from a Hugging Face folder's safetensors, reading only the slices it needs.
+def load_hf_weights(model: Model, arch: Architecture, path: str | Path, groups: ParallelGroups) -> None:
+    """Fills this rank's chunks from a Hugging Face folder's safetensors, reading only the slices it needs.
 
     Raises `ValueError`, on every rank, when a tensor is missing, left over, or of another shape than `arch`
     says. Load before the optimizer is built: it copies the weights. One collective over the world.
@@ -92,14 +83,27 @@ def load_hf_weights(
         _fill(model, arch, groups, folder.read)
     except (ValueError, OSError, SafetensorError) as caught:
         error = caught if isinstance(caught, ValueError) else ValueError(f"{path}: {caught}")
-    device = next(model.parameters()).device
+    device = next(parameters_of(model)).device
     raise_together(error, groups.world, device)
 
 
-def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
+def _fill(model: Model, arch: Architecture, groups: ParallelGroups, read: ReadSlice) -> None:
     """Copies what `read` returns into every parameter; `ValueError` naming those that do not fit."""
-    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank, groups.ep_size, groups.ep_rank)
-    parameters = {local_layer_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    chunks = chunks_of(model)
+    total = num_stages(len(chunks), groups)
+    for index, chunk in enumerate(chunks):
+        stage = stage_of(index, groups)
+        layouts = stage_layouts(arch, total, stage, groups.ep_size, groups.ep_rank)
+        _fill_chunk(chunk, layouts, groups, read)
+
+
+def _fill_chunk(
+    chunk: torch.nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    groups: ParallelGroups,
+    read: ReadSlice,
+) -> None:
+    parameters = _named_parameters(chunk)
     if parameters.keys() != layouts.keys():
         raise ValueError(
             "The model does not fit the architecture. Parameters without a Hugging Face source: "
@@ -114,6 +118,11 @@ def _fill(model: torch.nn.Module, arch: Architecture, groups: ParallelGroups, re
                     f"{name}: the model holds {tuple(parameter.shape)}, the weights {tuple(shard.shape)}."
                 )
             parameter.copy_(shard)
+
+
+def _named_parameters(chunk: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By the names of Megatron's local layers."""
+    return {local_layer_name(name): parameter for name, parameter in unwrap(chunk).named_parameters()}
 
 
 class _WeightFolder:
@@ -167,7 +176,7 @@ def _shorten(names: list[str]) -> str:
 
 
 def export_hf_tensors(
-    model: torch.nn.Module, arch: Architecture, groups: ParallelGroups
+    model: Model, arch: Architecture, groups: ParallelGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (HF name, full tensor on the CPU) for every weight, on every rank, in model order.
 
@@ -176,22 +185,23 @@ def export_hf_tensors(
     group, one all-gather over the tensor group, and for experts one over the expert group, so every rank must
     exhaust the iterator. At most one parameter, or one expert of each EP rank, is held in full at a time.
     """
-    bare = unwrap(model)
-    parameters = {local_layer_name(name): parameter for name, parameter in bare.named_parameters()}
-    like = next(bare.parameters())
-    for stage in range(groups.pp_size):
+    held = [_named_parameters(chunk) for chunk in chunks_of(model)]
+    like = next(parameters_of(model))
+    total = num_stages(len(held), groups)
+    for stage in range(total):
+        index, owner = divmod(stage, groups.pp_size)
         layouts_of_ep = [
-            stage_layouts(arch, groups.pp_size, stage, groups.ep_size, rank) for rank in range(groups.ep_size)
+            stage_layouts(arch, total, stage, groups.ep_size, rank) for rank in range(groups.ep_size)
         ]
         for name, layout in layouts_of_ep[0].items():
             if name == "output_layer.weight" and arch.tie_word_embeddings:
                 continue
-            if stage == groups.pp_rank:
-                shard = parameters[name].detach().clone()
+            if owner == groups.pp_rank:
+                shard = held[index][name].detach().clone()
             else:
                 shard = torch.empty(layout.shard_shape(groups.tp_size), dtype=like.dtype, device=like.device)
-            # The other stages wait for the owner; then the ranks of one stage wait for each other.
-            broadcast_(shard, stage, groups.pp)
+            # The other ranks of the pipeline wait for the owner; then the ranks of one stage for each other.
+            broadcast_(shard, owner, groups.pp)
             shards = all_gather(shard, groups.tp)
             # The EP ranks of a stage have as many experts each, and the same names for them.
             of_ep = all_gather(shards, groups.ep).cpu() if is_expert(name) else shards.cpu()[None]
@@ -201,7 +211,7 @@ def export_hf_tensors(
 
 
 def save_hf(
-    model: torch.nn.Module,
+    model: Model,
     arch: Architecture,
     path: str | Path,
     groups: ParallelGroups,
@@ -227,7 +237,7 @@ def save_hf(
         shutil.rmtree(draft, ignore_errors=True)
     for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
         pass
-    raise_together(error, groups.world, next(model.parameters()).device)
+    raise_together(error, groups.world, next(parameters_of(model)).device)
 
 
 def _write_folder(

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from megatron_worker.check_problem import CheckLayout, plain_batch, scored_batch, single_process
+from megatron_worker.chunks import parameters_of
 from megatron_worker.hf_bridge import export_hf_tensors
 from megatron_worker.loss_scale import TOLERANCE as SCALE_TOLERANCE
 from megatron_worker.loss_scale import measure_loss_scale
@@ -136,11 +137,11 @@ def whole_gradients(worker: MegatronWorker) -> dict[str, torch.Tensor]:
 
     The bridge reads parameters, so each holds its gradient for a moment.
     """
-    parameters = list(worker.model.parameters())
+    parameters = list(parameters_of(worker.chunks))
     values = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
-    exported = export_hf_tensors(worker.model, worker.arch, worker.groups)
+    exported = export_hf_tensors(worker.chunks, worker.arch, worker.groups)
     gradients = {name: tensor.clone() for name, tensor in exported}
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)

@@ -8,7 +8,7 @@ The toy: every stage computes its part of the model, multiplies it by 0 and adds
 to what it got from the stage before; the last one weighs the result. So each element of that weight has a
 gradient known exactly, on every stage, whatever the model computes.
 
-In a Megatron job of your own (one model chunk a rank), before its first step, on every rank:
+In a Megatron job of your own, before its first step, on every rank:
 
     def forward_step_part(model, tokens):                     # what your forward step returns first
         return model(tokens, positions, None)
@@ -25,15 +25,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron_worker.hf_bridge import unwrap
+from megatron_worker.chunks import Model, chunks_of, unwrap
 from megatron_worker.microbatches import split_batch
 from megatron_worker.packed_microbatches import pack_batch
+from megatron_worker.schedule import run_schedule
 from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import all_gather, all_reduce_, group_rank, group_size
 from rlcore.config import RunConfig
@@ -50,8 +50,8 @@ NUM_PACKED = 2
 class ScaleProbe:
     """What the self-test needs to know of a job, ours or another."""
 
-    model: Any
-    """This rank's stage of a `GPTModel` in Megatron's `DistributedDataParallel`."""
+    model: Model
+    """This rank's stage of a `GPTModel` in Megatron's `DistributedDataParallel`, or all its chunks."""
     groups: ParallelGroups
     data: Sequence[Any]
     """One tiny input for each of a step's microbatches, all of one shape."""
@@ -65,9 +65,14 @@ class ScaleProbe:
     """
 
     @property
+    def chunks(self) -> list[Any]:
+        """This rank's chunks."""
+        return chunks_of(self.model)
+
+    @property
     def per_token(self) -> bool:
         """Does gradient finalisation divide by the number of tokens of the step?"""
-        return bool(self.model.config.calculate_per_token_loss)
+        return bool(self.chunks[0].config.calculate_per_token_loss)
 
 
 def check_loss_scale(probe: ScaleProbe) -> None:
@@ -95,22 +100,16 @@ def measure_loss_scale(probe: ScaleProbe) -> list[float]:
     without a reduced gradient of the test's weights. The same on every rank. Collectives: as
     `check_loss_scale`.
     """
-    weights = probe_weights(probe.model)
-    with _untouched(probe.model):
-        probe.model.train()
-        get_forward_backward_func()(
-            forward_step_func=_toy_step(probe, weights),
-            data_iterator=iter(enumerate(probe.data)),
-            model=[probe.model],
-            num_microbatches=len(probe.data),
-            seq_length=probe.shape[1],
-            micro_batch_size=probe.shape[0],
-            forward_only=False,
-        )
+    weights = [probe_weights(chunk) for chunk in probe.chunks]
+    with _untouched(probe.chunks):
+        for chunk in probe.chunks:
+            chunk.train()
+        run_schedule(probe.chunks, _toy_step(probe, weights), list(enumerate(probe.data)), probe.shape)
         ratio = torch.cat(
             [
-                reduced_gradient(probe.model, weight).double() / _closed_form(probe, weight)
-                for weight in weights
+                reduced_gradient(chunk, weight).double() / _closed_form(probe, weight)
+                for chunk, own in zip(probe.chunks, weights, strict=True)
+                for weight in own
             ]
         )
         # A NaN is as far from 1 as a number can be.
@@ -121,7 +120,7 @@ def measure_loss_scale(probe: ScaleProbe) -> list[float]:
 
 
 def probe_weights(model: Any) -> list[torch.nn.Parameter]:
-    """The weights of the test: the first norm of the stage's layers, and where experts are cut over ranks the
+    """The weights of the test: the first norm of the chunk's layers, and where experts are cut over ranks the
     first weight of one, which is reduced over other ranks. A norm's gradient always passes autograd, where a
     linear layer's may be added to Megatron's buffer behind its back: experts are left out where it is.
     """
@@ -138,7 +137,7 @@ def is_expert_parallel(parameter: torch.nn.Parameter) -> bool:
 
 
 def probe_norm(model: Any) -> torch.nn.Parameter:
-    """The first norm of the stage's layers."""
+    """The first norm of the chunk's layers."""
     for name, parameter in unwrap(model).named_parameters():
         is_norm = "norm" in name and "q_layernorm" not in name and "k_layernorm" not in name
         if "layers." in name and is_norm and parameter.dim() == 1 and parameter.requires_grad:
@@ -185,15 +184,18 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
         sampler_logprob_sl=ids_sl.float(),
     )
     tp_size = config.parallel.tp if config.parallel.sequence_parallel else 1
+    count_multiple = config.parallel.microbatch_multiple
     if train.token_budget is None:
-        return split_batch(batch, 1, tp_size)
+        return split_batch(batch, 1, tp_size, count_multiple=count_multiple)
     multiple = length_multiples(groups.cp_size, tp_size)[1]
-    return pack_batch(batch, -(-2 // multiple) * multiple, groups, tp_size)
+    budget = -(-2 // multiple) * multiple
+    return pack_batch(batch, budget, groups, tp_size, count_multiple=count_multiple)
 
 
-def _toy_step(probe: ScaleProbe, weights: Sequence[torch.nn.Parameter]) -> Callable:
+def _toy_step(probe: ScaleProbe, weights: Sequence[list[torch.nn.Parameter]]) -> Callable:
     """A forward step of the toy loss; each microbatch of each DP x CP rank weighs something else."""
     rank = group_rank(probe.groups.dp_cp)
+    weights_of = {id(chunk): own for chunk, own in zip(probe.chunks, weights, strict=True)}
 
     def loss_of(index: int, output: torch.Tensor) -> tuple:
         value = output.flatten()[0].float() * _weight(rank, index)
@@ -202,10 +204,11 @@ def _toy_step(probe: ScaleProbe, weights: Sequence[torch.nn.Parameter]) -> Calla
     def toy_step(data: Iterator[tuple[int, Any]], model: Any) -> tuple[torch.Tensor, Callable]:
         index, item = next(data)
         output = probe.run_stage(model, item)
-        carried = torch.stack([weight.sum() for weight in weights]).sum()
-        if probe.groups.pp_rank > 0:
+        carried = torch.stack([weight.sum() for weight in weights_of[id(model)]]).sum()
+        bare = cast(Any, unwrap(model))
+        if not bare.pre_process:
             # One element, because a sum's gradient would be rounded in the pipeline's dtype on the way back.
-            carried = carried + unwrap(model).decoder.input_tensor.flatten()[0]  # pyright: ignore
+            carried = carried + bare.decoder.input_tensor.flatten()[0]
         return output * 0 + carried.to(output.dtype), lambda output: loss_of(index, output)
 
     return toy_step
@@ -237,7 +240,7 @@ def _closed_form(probe: ScaleProbe, weight: torch.nn.Parameter) -> float:
     if getattr(weight, "sequence_parallel", False):
         # Finalisation adds up what the TP ranks, each with tokens of its own, say of such a weight.
         total *= probe.groups.tp_size
-    scale = probe.model.config.grad_scale_func
+    scale = probe.chunks[0].config.grad_scale_func
     return total if scale is None else total * float(scale(torch.ones(1, device=device)))
 
 
@@ -261,24 +264,26 @@ def _suspect(factor: float, probe: ScaleProbe) -> str:
 
 
 @contextmanager
-def _untouched(model: Any) -> Iterator[None]:
-    """Puts gradient buffers, random states and the mode back."""
-    buffers = [*model.buffers, *model.expert_parallel_buffers]
+def _untouched(chunks: Sequence[Any]) -> Iterator[None]:
+    """Puts gradient buffers, random states and the modes back."""
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     # At start-up they are zero, and a large model has no room for a copy.
     kept = [buffer.grad_data.clone() if bool(buffer.grad_data.any()) else None for buffer in buffers]
-    was_training = model.training
+    were_training = [chunk.training for chunk in chunks]
     tracker: Any = get_cuda_rng_tracker()
     states, host = tracker.get_states(), torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    model.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     try:
         yield
     finally:
-        model.zero_grad_buffer()
+        for chunk, was_training in zip(chunks, were_training, strict=True):
+            chunk.zero_grad_buffer()
+            chunk.train(was_training)
         for buffer, values in zip(buffers, kept, strict=True):
             if values is not None:
                 buffer.grad_data.copy_(values)
-        model.train(was_training)
         torch.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device)

@@ -33,11 +33,12 @@ _WEIGHT_FILLS = {
 }
 
 
-def num_microbatches(batch: TrainBatch, microbatch_size: int) -> int:
-    """How many microbatches of `microbatch_size` sequences hold the batch; the last one may need filler
-    rows.
+def num_microbatches(batch: TrainBatch, microbatch_size: int, count_multiple: int = 1) -> int:
+    """How many microbatches of `microbatch_size` sequences hold the batch, raised to a multiple of
+    `count_multiple`; the last ones may need filler rows.
     """
-    return -(-batch.num_sequences // microbatch_size)
+    rows = microbatch_size * count_multiple
+    return -(-batch.num_sequences // rows) * count_multiple
 
 
 def padded_length(batch: TrainBatch, length_multiple: int) -> int:
@@ -61,16 +62,17 @@ def split_batch(
     length_multiple: int = 1,
     weights: StepWeights | None = None,
     counts_penalties: bool = False,
+    count_multiple: int = 1,
 ) -> list[Microbatch]:
     """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
 
     `weights`: what the loss reads of each token; None for a scoring pass. `counts_penalties`: prepare the
-    tokens that repetition, presence and frequency penalties count. Raises as `check_splits`.
-
+    tokens that repetition, presence and frequency penalties count. `count_multiple`: the number of
+    microbatches is a multiple of it. Raises as `check_splits`.
     """
     check_splits(batch)
     length = padded_length(batch, length_multiple)
-    rows = num_microbatches(batch, microbatch_size) * microbatch_size
+    rows = num_microbatches(batch, microbatch_size, count_multiple) * microbatch_size
     ids_sl = _pad(batch.ids_sl, rows, length, 0)
     sample_mask_s = _pad(batch.sample_mask_s[:, None], rows, 1, False)
     index_s = _pad(torch.arange(batch.num_sequences, device=ids_sl.device)[:, None], rows, 1, -1)

@@ -1,8 +1,9 @@
-"""Builds one pipeline stage of the policy: Megatron-core's `GPTModel` for an `Architecture` and a layout."""
+"""Builds a rank's stages of the policy: Megatron-core's `GPTModel` for an `Architecture` and a layout."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_worker.architecture import Architecture
 from megatron_worker.attention import CausalAttention
+from megatron_worker.chunks import num_stages, stage_of
 from megatron_worker.cpu_backend import cpu_backend_is_active
-from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
+from megatron_worker.parameter_layouts import ParameterLayout, local_layer_name, stage_layouts
 from rlcore.config import ParallelConfig
-from rlcore.config_rules import check_tp_divides
+from rlcore.config_rules import check_stages_divide, check_tp_divides, check_virtual_stages
 from rlcore.config_rules_experts import check_expert_sequence_parallel, check_expert_shares
 from rlcore.groups import ParallelGroups
 
@@ -87,6 +89,10 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # Of two ranks each sends to the other both ways: only transfers of their own keep them apart.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         context_parallel_size=cp_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=torch_dtype(dtype),
@@ -147,18 +153,17 @@ def check_router_runs() -> None:
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    """TP divides the heads and the SwiGLU width, PP the layers, EP the experts; `ValueError` otherwise."""
+    """TP divides the heads and the SwiGLU width, the stages the layers, EP the experts; `ValueError`
+    otherwise.
+    """
     check_tp_divides(parallel.tp, arch.num_attention_heads, arch.num_query_groups, source="model")
     if arch.ffn_hidden_size % parallel.tp:
         raise ValueError(
             f"parallel.tp={parallel.tp} does not divide model.ffn_hidden_size={arch.ffn_hidden_size}. "
             "Change parallel.tp."
         )
-    if arch.num_layers % parallel.pp:
-        raise ValueError(
-            f"parallel.pp={parallel.pp} does not divide model.num_layers={arch.num_layers}. "
-            "Change parallel.pp."
-        )
+    check_virtual_stages(parallel.pp, parallel.vpp)
+    check_stages_divide(parallel.pp, parallel.vpp, arch.num_layers)
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ValueError(
             "parallel.sequence_parallel=true needs parallel.tp > 1. Set it to false or raise tp."
@@ -176,36 +181,61 @@ def build_model(
     per_token_loss: bool = False,
     variable_lengths: bool = False,
 ) -> GPTModel:
-    """This rank's stage as a bare module with undefined weights: load or draw them next.
+    """The only chunk of a layout without virtual stages. See `build_chunks`."""
+    (model,) = build_chunks(arch, parallel, dtype, groups, per_token_loss, variable_lengths)
+    return model
+
+
+def build_chunks(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: DtypeName,
+    groups: ParallelGroups,
+    per_token_loss: bool = False,
+    variable_lengths: bool = False,
+) -> list[GPTModel]:
+    """This rank's `parallel.vpp` chunks as bare modules with undefined weights: load or draw them next.
 
     The vocabulary is padded to a multiple of TP; logits `[S, L, v]` stay sharded over TP. Collective over the
     replica. `per_token_loss`: Megatron divides gradients by the token counts that the loss returns.
     `variable_lengths`: microbatches differ in T, so pipeline stages tell each other the shape first.
     """
+    # One config for all of them: Megatron's schedules read that of the first chunk.
     config = transformer_config(arch, parallel, dtype, per_token_loss, groups.cp_size, variable_lengths)
+    return [_build_chunk(arch, parallel, config, groups, index) for index in range(parallel.vpp)]
+
+
+def _build_chunk(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    config: TransformerConfig,
+    groups: ParallelGroups,
+    index: int,
+) -> GPTModel:
+    stage, last = stage_of(index, groups), num_stages(parallel.vpp, groups) - 1
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_specs(arch, parallel),
         vocab_size=arch.padded_vocab_size(parallel.tp),
         max_sequence_length=arch.max_position_embeddings,
-        pre_process=groups.pp_rank == 0,
-        post_process=groups.is_last_stage,
+        pre_process=stage == 0,
+        post_process=stage == last,
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,  # pyright: ignore[reportArgumentType]
+        vp_stage=index if parallel.vpp > 1 else None,
     )
-    _mark_tensor_parallel(model, arch, groups)
+    _mark_tensor_parallel(model, stage_layouts(arch, last + 1, stage, groups.ep_size, groups.ep_rank))
     return model if cpu_backend_is_active() else model.cuda()
 
 
-def _mark_tensor_parallel(model: GPTModel, arch: Architecture, groups: ParallelGroups) -> None:
+def _mark_tensor_parallel(model: GPTModel, layouts: Mapping[str, ParameterLayout]) -> None:
     """Marks the parameters that TP cuts, as Megatron's initialisation, which we skip, would.
 
     Without the mark Megatron takes a shard for a copy and leaves the other ranks' shards out of the gradient
     norm.
     """
-    layouts = stage_layouts(arch, groups.pp_size, groups.pp_rank, groups.ep_size, groups.ep_rank)
     for name, parameter in model.named_parameters():
         axis = layouts[local_layer_name(name)].partition_axis
         if axis is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -224,11 +254,12 @@ def _layer_specs(arch: Architecture, parallel: ParallelConfig) -> Any:
     # Megatron's own core attention refuses packed rows and context parallelism.
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (arch.num_layers // parallel.pp), layer_norm=norm)
+    num_layers = arch.num_layers // (parallel.pp * parallel.vpp)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 def wrap_ddp(model: GPTModel, parallel: ParallelConfig) -> DistributedDataParallel:
-    """The stage inside Megatron's data parallelism: gradients are accumulated and reduced in float32.
+    """A chunk inside Megatron's data parallelism: gradients are accumulated and reduced in float32.
 
     Every replica must hold the same weights already.
     """

@@ -47,11 +47,12 @@ def pack_batch(
     tp_size: int,
     weights: StepWeights | None = None,
     counts_penalties: bool = False,
+    count_multiple: int = 1,
 ) -> list[Microbatch]:
     """Packed microbatches of at most `token_budget` positions (all CP ranks together), equally many on every
     data-parallel rank; a rank with too few sequences has fillers, which count for nothing.
 
-    `tp_size`: that of sequence parallelism, 1 without. `weights`, `counts_penalties`: as in `split_batch`.
+    `tp_size`: that of sequence parallelism, 1 without. The others: as in `split_batch`.
     Collectives: one all-reduce over DP. Raises `ValueError` on every rank for a sequence that the budget does
     not hold, and as `check_splits`.
     """
@@ -59,7 +60,13 @@ def pack_batch(
     length_s = batch.length_s.cpu()
     device = batch.ids_sl.device
     bins = plan_microbatches(
-        length_s, token_budget, groups.dp, cp_size=groups.cp_size, tp_size=tp_size, device=device
+        length_s,
+        token_budget,
+        groups.dp,
+        cp_size=groups.cp_size,
+        tp_size=tp_size,
+        count_multiple=count_multiple,
+        device=device,
     )
     columns = {
         name: (shift_to_predictor(value_sl, batch.length_s, fill), fill)

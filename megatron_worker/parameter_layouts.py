@@ -245,26 +245,26 @@ def layer_layouts(
 
 
 def stage_layouts(
-    arch: Architecture, pp_size: int, stage: int, ep_size: int = 1, ep_rank: int = 0
+    arch: Architecture, num_stages: int, stage: int, ep_size: int = 1, ep_rank: int = 0
 ) -> dict[str, ParameterLayout]:
-    """Layouts of every parameter of one pipeline stage on one EP rank, by Megatron's name (layers count from
-    0 in each stage, experts from 0 on each EP rank).
+    """Layouts of every parameter of one of the model's stages, virtual ones counted, on one EP rank, by
+    Megatron's name (layers count from 0 in each stage, experts from 0 on each EP rank).
     """
     layouts: dict[str, ParameterLayout] = {}
     embedding = _vocab_rows(arch, "model.embed_tokens.weight")
     if stage == 0:
         layouts["embedding.word_embeddings.weight"] = embedding
-    num_layers = arch.num_layers // pp_size
+    num_layers = arch.num_layers // num_stages
     for layer in range(num_layers):
         for name, layout in layer_layouts(arch, stage * num_layers + layer, ep_size, ep_rank).items():
             layouts[f"decoder.layers.{layer}.{name}"] = layout
-    if stage == pp_size - 1:
+    if stage == num_stages - 1:
         layouts["decoder.final_layernorm.weight"] = Replicated(
             hf_name="model.norm.weight", shape=(arch.hidden_size,)
         )
         if not arch.tie_word_embeddings:
             layouts["output_layer.weight"] = _vocab_rows(arch, "lm_head.weight")
-        elif pp_size > 1:
+        elif num_stages > 1:
             # With a tied head the last stage keeps its own copy of the embedding.
             layouts["output_layer.weight"] = embedding
     return layouts

@@ -29,6 +29,8 @@ class PreparedStep:
     """What each token counts."""
     has_kl_term: bool
     """Is a reference KL part of the loss?"""
+    num_chunks: int = 1
+    """Chunks of the model on a rank: virtual stages."""
 
     @property
     def is_empty(self) -> bool:
@@ -43,7 +45,7 @@ class PreparedStep:
         rows, length = self.microbatches[0].input_ids_bl.shape
         return {
             "forward_step_func": self.forward_step,
-            "data_iterator": iter(self.microbatches),
+            "data_iterator": [iter(self.microbatches) for _ in range(self.num_chunks)],
             "num_microbatches": len(self.microbatches),
             "seq_length": length,
             "micro_batch_size": rows,

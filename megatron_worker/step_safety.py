@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_worker.chunks import Model, chunks_of
 from megatron_worker.microbatch_loss import LossReport
 from rlcore.batch import StepResult
 from rlcore.collectives import all_gather
@@ -19,7 +19,7 @@ _FINE, _BROKEN_LOSS, _BROKEN_GRADIENT = range(3)
 
 
 def refuse_broken_step(
-    reports: Sequence[LossReport], model: Any, groups: ParallelGroups, device: torch.device
+    reports: Sequence[LossReport], model: Model, groups: ParallelGroups, device: torch.device
 ) -> StepResult | None:
     """The refusal, the same on every rank, when any saw NaN or inf in logits, loss or gradients; else None.
 
@@ -57,16 +57,18 @@ def refuse_broken_step(
     return None
 
 
-def gradients_are_finite(model: Any) -> bool:
-    """Reads Megatron's flat gradient buffers, or a model's own gradients where it is not in Megatron's data
+def gradients_are_finite(model: Model) -> bool:
+    """Reads Megatron's flat gradient buffers, or a chunk's own gradients where it is not in Megatron's data
     parallelism: one norm each, one number back from the device.
     """
-    if isinstance(model, DistributedDataParallel):
-        # Megatron's list of flat buffers, in the place of torch's method of that name.
-        buffers: Any = model.buffers
-        gradients = [buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers)]
-    else:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = []
+    for chunk in chunks_of(model):
+        if isinstance(chunk, DistributedDataParallel):
+            # Megatron's list of flat buffers, in the place of torch's method of that name.
+            buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)  # pyright: ignore[reportGeneralTypeIssues]
+            gradients += [buffer.grad_data for buffer in buffers]
+        else:
+            gradients += [parameter.grad for parameter in chunk.parameters() if parameter.grad is not None]
     norms = [gradient.norm() for gradient in gradients]
     return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True
 

@@ -4,13 +4,13 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
 from megatron_worker.cpu_backend import cpu_backend
@@ -28,10 +28,11 @@ from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, sav
 from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
 from megatron_worker.microbatches import check_splits, join_scores, split_batch
-from megatron_worker.model_setup import build_model, wrap_ddp
+from megatron_worker.model_setup import build_chunks, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
 from megatron_worker.prepared_step import PreparedStep
+from megatron_worker.schedule import run_schedule
 from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import name_failure, raise_together
@@ -49,7 +50,7 @@ class MegatronWorker:
     """
 
     def __init__(self, config: RunConfig, task_vocab_size: int | None = None) -> None:
-        """Joins the process groups and builds this rank's stage.
+        """Joins the process groups and builds this rank's chunks of the model.
 
         `task_vocab_size` is the vocabulary of a from-scratch model whose config leaves it open. Raises
         `ValueError` on every rank for a layout or model that cannot be built.
@@ -85,33 +86,39 @@ class MegatronWorker:
             fused_tokens=config.model.fused_head_tokens,
         )
         self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
-        stage = self._new_stage()
+        chunks = self._new_chunks()
         self.reference = None
         if config.loss.kl_coef > 0:
-            self.reference = self._new_stage().eval().requires_grad_(False)
-        self.model = wrap_ddp(stage, config.parallel)
+            self.reference = [chunk.eval().requires_grad_(False) for chunk in self._new_chunks()]
+        self.chunks: list[Any] = [wrap_ddp(chunk, config.parallel) for chunk in chunks]
         steps = config.train.steps * config.train.epochs
         steps *= config.sequences_per_step // (config.train.minibatch_size or config.sequences_per_step)
-        self.optimizer, self.scheduler = build_optimizer([self.model], config.optimizer, steps)
-        self.model.config.finalize_model_grads_func = finalize_model_grads
-        self.model.config.grad_scale_func = self.optimizer.scale_loss
-        self.decoder = MegatronDecoder(self.model, self.arch, config.parallel, self.groups)
+        self.optimizer, self.scheduler = build_optimizer(self.chunks, config.optimizer, steps)
+        self.chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
+        self.decoder = MegatronDecoder(self.chunks, self.arch, config.parallel, self.groups)
         if config.train.check_loss_scale:
             check_loss_scale(self.scale_probe())
 
-    def _new_stage(self) -> GPTModel:
-        """This rank's stage with the run's initial weights."""
+    @property
+    def model(self) -> Any:
+        """The only chunk of a layout without virtual stages."""
+        (chunk,) = self.chunks
+        return chunk
+
+    def _new_chunks(self) -> list[GPTModel]:
+        """This rank's chunks with the run's initial weights."""
         config = self.config
         per_token, packs = divides_by_exact_count(config.loss), config.train.token_budget is not None
-        model = build_model(self.arch, config.parallel, config.model.dtype, self.groups, per_token, packs)
+        chunks = build_chunks(self.arch, config.parallel, config.model.dtype, self.groups, per_token, packs)
         if config.model.hf_path:
-            load_hf_weights(model, self.arch, config.model.hf_path, self.groups)
+            load_hf_weights(chunks, self.arch, config.model.hf_path, self.groups)
         else:
-            initialize_from_seed(model, self.arch, config.seed, self.groups)
-        return model
+            initialize_from_seed(chunks, self.arch, config.seed, self.groups)
+        return chunks
 
     def scale_probe(self) -> ScaleProbe:
-        """The loss-scale self-test of this run: its own stage, loss contract and number of microbatches."""
+        """The loss-scale self-test of this run: its own chunks, loss contract and number of microbatches."""
         data = tiny_microbatches(self.config, self.groups, self.device)
         rows, length = data[0].input_ids_bl.shape
 
@@ -119,7 +126,7 @@ class MegatronWorker:
             return self.contract.scaled(loss, num_tokens, {}, len(data), self.groups)
 
         return ScaleProbe(
-            model=self.model,
+            model=self.chunks,
             groups=self.groups,
             data=data,
             shape=(rows, length),
@@ -131,7 +138,7 @@ class MegatronWorker:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""
         loss = self.config.loss
         unfiltered = loss.kl_coef > 0 and loss.kl_in == "reward"
-        fields = self._score(batch, self.model, self.spec, unfiltered)
+        fields = self._score(batch, self.chunks, self.spec, unfiltered)
         logprob_sl = fields["logprob"]
         # Without truncation nothing else travels: no mass is cut, and only a banned id has no logprob.
         keep_sl = fields.get("keep", ~torch.isneginf(logprob_sl))
@@ -150,15 +157,15 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _score(
-        self, batch: TrainBatch, model: torch.nn.Module, spec: SamplingSpec, unfiltered: bool = False
+        self, batch: TrainBatch, chunks: Sequence[Any], spec: SamplingSpec, unfiltered: bool = False
     ) -> dict[str, torch.Tensor]:
         """The fields of `score_fields`, token-aligned `[S, L]`, on every stage."""
         fields = score_fields(truncates=spec.truncates, unfiltered=unfiltered)
         self._check_batch_together(batch)
         microbatches = self._split(batch)
         step = make_scoring_step(spec, self.head)
-        parts: list[TokenLogprobs] = self._run_schedule(
-            model, step, microbatches, forward_only=True, collect=True
+        parts: list[TokenLogprobs] = run_schedule(
+            chunks, step, microbatches, _shape(microbatches), forward_only=True, collect=True
         )
         values, error = None, None
         if self.groups.is_last_stage:
@@ -184,11 +191,13 @@ class MegatronWorker:
                 stepped=False,
                 reason="no token of the whole step counts: nothing to train on",
             )
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            chunk.train()
         self.optimizer.zero_grad()
-        self.model.train()
-        reports: list[LossReport] = self._run_schedule(
-            self.model, prepared.forward_step, prepared.microbatches
+        microbatches = prepared.microbatches
+        reports: list[LossReport] = run_schedule(
+            self.chunks, prepared.forward_step, microbatches, _shape(microbatches)
         )
         refusal = self.refusal(reports)
         if refusal is not None:
@@ -227,6 +236,7 @@ class MegatronWorker:
             microbatches=microbatches,
             weights=weights,
             has_kl_term=loss.kl_coef > 0 and loss.kl_in == "loss",
+            num_chunks=len(self.chunks),
         )
 
     def refusal(self, reports: Sequence[LossReport]) -> StepResult | None:
@@ -234,7 +244,7 @@ class MegatronWorker:
 
         `reports`: what the schedule returned on this rank. Collective: call it after the backward.
         """
-        return refuse_broken_step(reports, self.model, self.groups, self.device)
+        return refuse_broken_step(reports, self.chunks, self.groups, self.device)
 
     def metrics(self, prepared: PreparedStep, reports: Sequence[LossReport]) -> dict[str, float]:
         """The step's metrics over all ranks, from what the schedule returned on each. Collective."""
@@ -252,7 +262,7 @@ class MegatronWorker:
 
     def save(self, path: str) -> None:
         """Writes the policy as a Hugging Face folder."""
-        save_hf(self.model, self.arch, path, self.groups, source=self.config.model.hf_path)
+        save_hf(self.chunks, self.arch, path, self.groups, source=self.config.model.hf_path)
 
     def close(self) -> None:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
@@ -290,11 +300,12 @@ class MegatronWorker:
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a batch that was checked."""
-        multiple = self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-        train, penalises = self.config.train, self.spec.penalises
+        parallel, train = self.config.parallel, self.config.train
+        multiple = parallel.tp if parallel.sequence_parallel else 1
+        how = (multiple, weights, self.spec.penalises, parallel.microbatch_multiple)
         if train.token_budget is None:
-            return split_batch(batch, train.microbatch_size, multiple, weights, penalises)
-        return pack_batch(batch, train.token_budget, self.groups, multiple, weights, penalises)
+            return split_batch(batch, train.microbatch_size, *how)
+        return pack_batch(batch, train.token_budget, self.groups, *how)
 
     def _join(
         self,
@@ -339,30 +350,6 @@ class MegatronWorker:
                 f"vocabulary [0, {self.head.vocab_size}). Use the tokenizer that belongs to the model."
             )
 
-    def _run_schedule(
-        self,
-        model: torch.nn.Module,
-        step: Callable,
-        microbatches: Sequence[Microbatch],
-        *,
-        forward_only: bool = False,
-        collect: bool = False,
-    ) -> list:
-        """Megatron's schedule over the microbatches; what the loss function returned, on the last stage."""
-        rows, length = microbatches[0].input_ids_bl.shape
-        kind = "forward" if forward_only else "forward-backward"
-        with name_failure(f"Megatron's {kind} schedule of {len(microbatches)} microbatches", None):
-            return get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(microbatches),
-                model=[model],
-                num_microbatches=len(microbatches),
-                seq_length=length,
-                micro_batch_size=rows,
-                forward_only=forward_only,
-                collect_non_loss_data=collect,
-            )
-
     def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""
         neutral = neutral_metrics(self.config.loss, self.device)
@@ -385,3 +372,9 @@ class MegatronWorker:
                 row = int(microbatch.sample_index_t[broken_t][0])
                 return ValueError(broken_message("logits", [(self.groups.dp_rank, row)]))
         return None
+
+
+def _shape(microbatches: Sequence[Microbatch]) -> tuple[int, int]:
+    """Rows and tokens of the first microbatch, as `run_schedule` wants them."""
+    rows, length = microbatches[0].input_ids_bl.shape
+    return rows, length

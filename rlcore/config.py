@@ -69,6 +69,10 @@ class ParallelConfig:
     """Tensor parallel size."""
     pp: int = 1
     """Pipeline parallel size."""
+    vpp: int = 1
+    """Virtual stages a pipeline rank (needs pp > 1): each rank holds so many pieces of the model, and
+    microbatches take turns on them (Megatron's interleaved schedule), in groups of pp.
+    """
     cp: int = 1
     """Context parallel size: ranks that share each sequence (needs train.token_budget)."""
     ep: int = 1
@@ -83,6 +87,11 @@ class ParallelConfig:
     """`cpu` runs Megatron-core on gloo; `auto` takes CUDA where there is a device."""
     timeout_s: float = 600.0
     """A collective that waits longer than this many seconds is an error on the waiting rank."""
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Microbatches of a step come in multiples of this: of pp with virtual stages."""
+        return self.pp if self.vpp > 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)

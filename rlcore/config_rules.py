@@ -40,6 +40,7 @@ def check_run_config(config: RunConfig) -> None:
     check_heads_divide(config)
     check_sequence_parallel(config)
     check_experts(config)
+    check_virtual_stages(config.parallel.pp, config.parallel.vpp)
     check_layers_divide(config)
     check_context_parallel(config)
     check_advantage(config)
@@ -80,6 +81,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"train.microbatch_size={config.train.microbatch_size} x {dp_size} data-parallel ranks = "
             f"{rows}. Change train.microbatch_size or the batch."
         )
+    check_microbatch_groups(config, minibatch // rows)
 
 
 MAX_TIMEOUT_S = 1e9
@@ -93,6 +95,7 @@ def check_ranges(config: RunConfig) -> None:
         "nproc": config.nproc,
         "parallel.tp": config.parallel.tp,
         "parallel.pp": config.parallel.pp,
+        "parallel.vpp": config.parallel.vpp,
         "parallel.cp": config.parallel.cp,
         "parallel.ep": config.parallel.ep,
         "train.token_budget": config.train.token_budget,
@@ -264,14 +267,39 @@ def check_sequence_parallel(config: RunConfig) -> None:
         )
 
 
+def check_virtual_stages(pp: int, vpp: int) -> None:
+    """Virtual stages are pieces of a pipeline rank, so there is a pipeline."""
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"parallel.vpp={vpp} virtual stages a pipeline rank need parallel.pp > 1. Set "
+            "parallel.vpp=1 or raise pp."
+        )
+
+
+def check_microbatch_groups(config: RunConfig, num_microbatches: int) -> None:
+    """With virtual stages the microbatches of a padded step come in groups of pp. Packing, which decides the
+    number itself, adds what is missing.
+    """
+    parallel = config.parallel
+    if config.train.token_budget is None and num_microbatches % parallel.microbatch_multiple:
+        raise ConfigError(
+            f"{num_microbatches} microbatches per optimizer step on each data-parallel rank are not a "
+            f"multiple of parallel.pp={parallel.pp}, as parallel.vpp={parallel.vpp} virtual stages need. "
+            "Change train.microbatch_size or the batch, or set parallel.vpp=1."
+        )
+
+
 def check_layers_divide(config: RunConfig) -> None:
     """Every stage holds the same number of layers."""
-    layers = config.model.num_layers
-    if layers is not None and layers % config.parallel.pp:
-        raise ConfigError(
-            f"model.num_layers={layers} is not a multiple of parallel.pp={config.parallel.pp}. Change one "
-            "of them."
-        )
+    if config.model.num_layers is not None:
+        check_stages_divide(config.parallel.pp, config.parallel.vpp, config.model.num_layers)
+
+
+def check_stages_divide(pp: int, vpp: int, num_layers: int) -> None:
+    """The layers divide over the (virtual) stages, or `ConfigError`."""
+    if num_layers % (pp * vpp):
+        stages = f"parallel.pp={pp}" if vpp == 1 else f"parallel.pp={pp} x parallel.vpp={vpp} = {pp * vpp}"
+        raise ConfigError(f"model.num_layers={num_layers} is not a multiple of {stages}. Change one of them.")
 
 
 def check_context_parallel(config: RunConfig) -> None:

@@ -18,7 +18,10 @@ from rlcore.config import RunConfig
 MATCH, MISMATCH = 0, 1
 _WIDTH = 130
 _SIZES = ("tp", "pp", "cp", "dp")
-_GIVEN = (*_SIZES, "ep")
+_LAYOUT = ("tp", "pp", "vpp", "cp")
+_GIVEN = (*_SIZES, "vpp", "ep")
+_DEMO = "demo"
+"""The config of a command line that names none."""
 # Any budget lets a config with cp > 1 through its rules; the check chooses its own for its tiny batch.
 _PLACEHOLDER_BUDGET = 1
 
@@ -31,23 +34,23 @@ def add_check_parser(commands: Any) -> None:
         usage="rlcore check [options] [key=value ...]",
         epilog="Exit codes: 0 the layout matches, 1 it does not, 2 it cannot be built.",
     )
-    check.add_argument("--config-name", default="demo", help="the run's config, without .yaml (demo)")
+    check.add_argument("--config-name", default=_DEMO, help="the run's config, without .yaml (demo)")
     check.add_argument("--config-dir", help="folder of your own configs (those that come with the package)")
     for name, text in (
         ("tp", "tensor parallel size"),
         ("pp", "pipeline parallel size"),
+        ("vpp", "virtual stages a pipeline rank"),
         ("cp", "context parallel size; packs"),
         ("dp", "data parallel size; with --ep as large as that needs"),
         ("ep", "expert parallel size; gives a dense model experts"),
     ):
-        check.add_argument(f"--{name}", type=int, help=f"{text} (1; without any of the five, the config's)")
+        check.add_argument(f"--{name}", type=int, help=f"{text} (1; without any of the six, the config's)")
     check.add_argument("--sp", action="store_true", help="sequence parallelism")
-    check.add_argument("--microbatches", type=int, default=2, help="of each data-parallel rank (2)")
+    check.add_argument("--microbatches", type=int, help="of each data-parallel rank (2; with --vpp, pp)")
     check.add_argument("--packed", action="store_true", help="packed rows, as train.token_budget gives")
     check.add_argument(
         "--token-budget", type=int, help="tokens of a packed row; implies --packed (fits --microbatches)"
     )
-    check.add_argument("--vpp", type=int, default=1, help="virtual stages a pipeline rank (not supported)")
     check.add_argument("--json", metavar="FILE", help="also write the table to this file")
     check.add_argument("--result", help=argparse.SUPPRESS)
     check.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
@@ -79,10 +82,9 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
     from megatron_worker.check_problem import CheckLayout, run_architecture, tiny_config
     from rlcore.cli.compose import compose_run_config
 
-    if args.vpp != 1:
-        raise ValueError(f"--vpp {args.vpp}: the worker has no virtual pipeline stages yet. Leave --vpp out.")
-    run = compose_run_config(args.config_name, [*args.overrides, *layout_words(args)], args.config_dir)
-    sizes = {name: getattr(run.parallel, name) for name in ("tp", "pp", "cp")}
+    words = [*args.overrides, *layout_words(args)]
+    run = compose_run_config(args.config_name, words, args.config_dir)
+    sizes = {name: getattr(run.parallel, name) for name in _LAYOUT}
     replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
     # A config's own layout fills its nproc; one given by sizes has one replica unless --dp or --ep says more.
     gives = _gives_layout(args)
@@ -94,7 +96,7 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
         ep=ep,
         adds_experts=ep > 1 and run_architecture(run).num_moe_experts is None,
         sequence_parallel=run.parallel.sequence_parallel,
-        num_microbatches=args.microbatches,
+        num_microbatches=_microbatches(args, run.parallel.microbatch_multiple),
         packed=args.packed or run.train.token_budget is not None,
         token_budget=args.token_budget,
     )
@@ -108,8 +110,9 @@ def layout_words(args: argparse.Namespace) -> list[str]:
     """
     words = []
     if _gives_layout(args):
-        words = [f"parallel.{name}={_size(args, name)}" for name in ("tp", "pp", "cp")]
+        words = [f"parallel.{name}={_size(args, name)}" for name in _LAYOUT]
         words += ["parallel.ep=1", f"parallel.sequence_parallel={str(args.sp).lower()}"]
+        words += _layers_of_the_demo(args)
     elif args.sp:
         words.append("parallel.sequence_parallel=true")
     if args.packed or args.token_budget is not None or (_gives_layout(args) and _size(args, "cp") > 1):
@@ -157,7 +160,8 @@ def report(lines: Sequence[Mapping[str, Any]], title: str, json_file: str | None
 
 def describe(config: RunConfig, layout: Any) -> str:
     """One line: the layout and the tiny model."""
-    sizes = " x ".join(f"{name.upper()}{getattr(layout, name)}" for name in _SIZES)
+    shown = [name for name in ("tp", "pp", "vpp", "cp", "dp") if name != "vpp" or layout.vpp > 1]
+    sizes = " x ".join(f"{name.upper()}{getattr(layout, name)}" for name in shown)
     model, budget = config.model, config.train.token_budget
     rows = "padded rows" if budget is None else f"packed rows of at most {budget} tokens"
     if layout.token_budget is None:
@@ -215,6 +219,21 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
         return args.dp
     ep = max(1, _size(args, "ep"))
     return ep // math.gcd(ep, max(1, _size(args, "cp")))
+
+
+def _microbatches(args: argparse.Namespace, multiple: int) -> int:
+    """Two unless asked for, raised to what virtual stages take."""
+    return -(-2 // multiple) * multiple if args.microbatches is None else args.microbatches
+
+
+def _layers_of_the_demo(args: argparse.Namespace) -> list[str]:
+    """The demo's two layers make no four stages. The check's model is a tiny one of its own anyway, so where
+    no other config and no model is asked for, there are as many layers as virtual stages.
+    """
+    has_model = any(word.lstrip("+").startswith("model.") for word in args.overrides)
+    if _size(args, "vpp") == 1 or args.config_name != _DEMO or has_model:
+        return []
+    return [f"model.num_layers={_size(args, 'pp') * _size(args, 'vpp')}"]
 
 
 def _size(args: argparse.Namespace, name: str) -> int:

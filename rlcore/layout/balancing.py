@@ -68,9 +68,11 @@ def plan_microbatches(
     *,
     cp_size: int = 1,
     tp_size: int = 1,
+    count_multiple: int = 1,
     device: torch.device | str = "cpu",
 ) -> list[list[int]]:
-    """This data-parallel rank's `balance`d bins, equally many on every rank of the group.
+    """This data-parallel rank's `balance`d bins, equally many on every rank of the group: a multiple of
+    `count_multiple`.
 
     A rank that needs fewer spreads its sequences; one with fewer sequences than bins has empty bins, each of
     which becomes a filler (`PackedLayout.of_rows(length_s, [])`).
@@ -92,6 +94,7 @@ def plan_microbatches(
             f"another data-parallel rank has a sequence that the token budget of {token_budget} does not "
             "hold; its own error names it. Raise the token budget."
         )
+    num_bins = -(-num_bins // count_multiple) * count_multiple
     if num_bins == len(bins):
         return bins
     return balance(length_s, token_budget, num_bins, cp_size=cp_size, tp_size=tp_size)

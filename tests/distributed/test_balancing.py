@@ -72,6 +72,18 @@ def test_b47_ranks_run_equally_many_microbatches(case, value, count, num_fillers
     assert [len(result[3]) for result in results] == [0, num_fillers]
 
 
+def _plan_in_groups(rank, world_size, multiple):
+    lengths = [[5, 5, 5], [2, 2, 2]][rank]
+    return plan_microbatches(lengths, BUDGET, dist.group.WORLD, count_multiple=multiple)
+
+
+def test_the_count_is_raised_to_a_multiple_on_every_rank():
+    """Three microbatches become four; no row is lost or repeated, and what is missing is a filler."""
+    for bins in run_ranks(_plan_in_groups, 2, 4):
+        assert len(bins) == 4 and sorted(row for rows in bins for row in rows) == [0, 1, 2]
+    assert [len(bins) for bins in run_ranks(_plan_in_groups, 2, 3)] == [3, 3]
+
+
 def _too_long(rank, world_size):
     with pytest.raises(ValueError) as caught:
         plan_microbatches([[4, 9], [4, 4]][rank], BUDGET, dist.group.WORLD)

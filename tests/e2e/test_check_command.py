@@ -40,13 +40,14 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_a_layout_on_ranks_of_its_own(tmp_path):
-    """Stages and packed rows, an untied head: every line within its tolerance, in the table and the file."""
+    """Virtual stages, packed rows, an untied head: every line within its tolerance, in table and file."""
     file = tmp_path / "check.json"
-    words = ["--pp", "2", "--packed", "--json", str(file), "model.tie_word_embeddings=false"]
+    words = ["--pp", "2", "--vpp", "2", "--packed", "--json", str(file)]
+    words += ["model.num_layers=4", "model.tie_word_embeddings=false"]
     done = run("-m", "rlcore.cli", "check", *words)
     assert done.returncode == 0, done.stderr
     assert "the layout matches one process." in done.stdout and "Warning" not in done.stderr
-    assert "TP1 x PP2 x CP1 x DP1, 2 microbatches, packed rows" in done.stdout
+    assert "TP1 x PP2 x VPP2 x CP1 x DP1, 2 microbatches, packed rows" in done.stdout
     found = json.loads(file.read_text())
     assert all(line["ok"] and line["largest"] <= line["tolerance"] for line in found["lines"])
     for line in found["lines"]:
@@ -87,10 +88,14 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
         (["--tp", "3"], "parallel.tp=3 does not divide model.num_attention_heads=4"),
         (["--pp", "3"], "model.num_layers=2 is not a multiple of parallel.pp=3"),
         (["--tp", "1", "--sp"], "parallel.sequence_parallel=true needs parallel.tp > 1"),
-        (["--vpp", "2"], "--vpp 2: the worker has no virtual pipeline stages yet"),
         (["--ep", "2", "--tp", "2"], "parallel.sequence_parallel=true"),
         (["--ep", "3", "--dp", "2"], "parallel.ep=3 does not divide 2 data-parallel x 1 context-parallel"),
         (["--ep", "0"], "ep=0: expected a count of at least 1"),
+        (["--vpp", "2"], "parallel.vpp=2 virtual stages a pipeline rank need parallel.pp > 1"),
+        (
+            ["--pp", "2", "--vpp", "2", "model.num_layers=6"],
+            "model.num_layers=6 is not a multiple of parallel.pp=2 x parallel.vpp=2 = 4",
+        ),
         (["--microbatches", "0"], "num_microbatches=0: expected a count of at least 1"),
         (["--dp", "0"], "dp=0: expected a count of at least 1"),
         (["--token-budget", "8"], "12 tokens"),
@@ -115,6 +120,9 @@ def test_the_layout_of_a_config_and_one_by_sizes():
     config, layout = check_command.check_problem_of(parse(["check", "--cp", "2", "--dp", "2"]))
     assert (layout.tp, layout.pp, layout.cp, layout.dp) == (1, 1, 2, 2) and layout.packs
     assert config.train.token_budget is not None and config.train.token_budget >= 12
+    config, layout = check_command.check_problem_of(parse(["check", "--pp", "4", "--vpp", "2"]))
+    assert (layout.tp, layout.pp, layout.vpp, layout.dp) == (1, 4, 2, 1) and config.model.num_layers == 8
+    assert layout.num_microbatches == 4, "a group"
     words = ["check", "--tp", "4", "--sp", "--microbatches", "3", "model.num_query_groups=4"]
     config, layout = check_command.check_problem_of(parse(words))
     assert config.parallel.sequence_parallel and config.train.token_budget is None

@@ -181,13 +181,15 @@ def weights_by_name(worker):
     from megatron_worker.hf_bridge import export_hf_tensors
 
     return {
-        name: tensor.clone() for name, tensor in export_hf_tensors(worker.model, worker.arch, worker.groups)
+        name: tensor.clone() for name, tensor in export_hf_tensors(worker.chunks, worker.arch, worker.groups)
     }
 
 
 def gradients_by_name(worker):
     """Gradients by HF name, whole: the bridge reads parameters, so each holds its gradient for a moment."""
-    parameters = list(worker.model.parameters())
+    from megatron_worker.chunks import parameters_of
+
+    parameters = list(parameters_of(worker.chunks))
     values = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)

@@ -31,7 +31,7 @@ class _Stage:
     """What `gradients_by_name` reads of a worker."""
 
     def __init__(self, model, arch, groups):
-        self.model, self.arch, self.groups = model, arch, groups
+        self.chunks, self.arch, self.groups = [model], arch, groups
 
 
 class _JoinVocabulary(torch.autograd.Function):

@@ -13,6 +13,19 @@ from unittest import mock
 
 import torch
 
+from tests.megatron.planted_model_faults import (
+    VPP,
+    chunks_counted_as_microbatches,
+    expert_gradients_scaled_by_ep,
+    experts_of_every_rank_counted_from_0,
+    experts_reduced_like_dense_weights,
+    gradient_of_later_chunks_scaled,
+    gradient_of_one_tp_rank_scaled,
+    layers_of_a_rank_in_a_row,
+    norms_not_summed_over_tp,
+    tied_embedding_not_summed,
+)
+
 
 def wrong_cp_factor():
     """Divides by CP, as if the schedule's factor were not cancelled by the average over DP x CP."""
@@ -238,84 +251,6 @@ def padding_vocabulary_counted():
     return mock.patch.object(forward_step, "VocabShard", Planted)
 
 
-def gradient_of_one_tp_rank_scaled():
-    """An MLP shard of TP rank 1 gets half of its gradient."""
-    return _with_model(
-        lambda name, parameter, groups: (
-            parameter.register_hook(lambda grad: grad * 0.5)
-            if "linear_fc1" in name and groups.tp_rank == 1
-            else None
-        )
-    )
-
-
-def norms_not_summed_over_tp():
-    """Under sequence parallelism a norm's gradient stays that of one rank's tokens."""
-    return _with_model(
-        lambda name, parameter, groups: (
-            setattr(parameter, "sequence_parallel", False) if "norm" in name else None
-        )
-    )
-
-
-def expert_gradients_scaled_by_ep():
-    """As if the average over data x context parallel were one over the ranks that hold the same experts."""
-    return _with_model(
-        lambda name, parameter, groups: (
-            parameter.register_hook(lambda grad: grad * groups.ep_size) if ".local_experts." in name else None
-        )
-    )
-
-
-def experts_reduced_like_dense_weights():
-    """Megatron's mark of experts is missing: gradients of different experts are added up."""
-    return _with_model(
-        lambda name, parameter, groups: (
-            setattr(parameter, "allreduce", True) if ".local_experts." in name else None
-        )
-    )
-
-
-def experts_of_every_rank_counted_from_0():
-    """Each EP rank loads the first experts of a layer."""
-    from megatron_worker import hf_bridge
-
-    fill, layouts = hf_bridge._fill, hf_bridge.stage_layouts
-
-    def planted(model, arch, groups, read):
-        with mock.patch.object(hf_bridge, "stage_layouts", lambda *args: layouts(*args[:4], 0)):
-            fill(model, arch, groups, read)
-
-    return mock.patch.object(hf_bridge, "_fill", planted)
-
-
-def _with_model(change):
-    """`change(name, parameter, groups)` for every parameter before data parallelism wraps the stage."""
-    from megatron_worker import worker
-
-    wrap = worker.wrap_ddp
-
-    def planted(model, parallel):
-        from megatron_worker.groups import parallel_groups
-
-        groups = parallel_groups()
-        for name, parameter in model.named_parameters():
-            change(name, parameter, groups)
-        return wrap(model, parallel)
-
-    return mock.patch.object(worker, "wrap_ddp", planted)
-
-
-def tied_embedding_not_summed():
-    """The first and the last stage keep their own gradient of the weight that they share."""
-    import sys
-
-    from megatron.core.distributed import finalize_model_grads as _function
-
-    module = sys.modules[_function.__module__]
-    return mock.patch.object(module, "_allreduce_word_embedding_grads", lambda *args: None)
-
-
 TEMPERATURE = 0.8
 """Of the test's config."""
 
@@ -323,6 +258,7 @@ TP2PP2_SP = {"tp": 2, "pp": 2, "sequence_parallel": True}
 PACKED_SP = {**TP2PP2_SP, "packed": True}
 PP2CP2 = {"pp": 2, "cp": 2}
 DP2CP2 = {"dp": 2, "cp": 2}
+TP2PP2VPP2 = {"tp": 2, "pp": 2, "vpp": VPP}
 
 # The test's config is dense, so the tiny model is given experts.
 EP2 = {"dp": 2, "ep": 2, "adds_experts": True}
@@ -350,6 +286,13 @@ FAULTS = {
         norms_not_summed_over_tp,
         TP2PP2_SP,
         "gradient layers.*.input_layernorm.weight",
+    ),
+    "layers_of_a_rank_in_a_row": (layers_of_a_rank_in_a_row, TP2PP2VPP2, "logprob"),
+    "chunks_counted_as_microbatches": (chunks_counted_as_microbatches, TP2PP2VPP2, "loss scale"),
+    "gradient_of_later_chunks_scaled": (
+        gradient_of_later_chunks_scaled,
+        TP2PP2VPP2,
+        "gradient layers.*.mlp.down_proj.weight",
     ),
     "tied_embedding_not_summed": (tied_embedding_not_summed, TP2PP2_SP, "gradient embed_tokens.weight"),
     "expert_gradients_scaled_by_ep": (expert_gradients_scaled_by_ep, EP2, "loss scale"),

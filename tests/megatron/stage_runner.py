@@ -30,8 +30,10 @@ def full_logits(model, arch, groups, ids_sl):
     """`[S, L, V]` logits of one microbatch, gathered over TP, on the last stage; None on the others."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_worker.chunks import chunks_of
     from rlcore.collectives import all_gather
 
+    chunks = chunks_of(model)
     position_sl = torch.arange(ids_sl.shape[1]).expand_as(ids_sl)
 
     def forward_step(data, stage):
@@ -39,9 +41,10 @@ def full_logits(model, arch, groups, ids_sl):
 
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=None,
-        model=[model],
-        num_microbatches=1,
+        data_iterator=[None] * len(chunks),
+        model=chunks,
+        # The interleaved schedule takes no fewer than there are pipeline ranks: the same one again.
+        num_microbatches=groups.pp_size if len(chunks) > 1 else 1,
         seq_length=ids_sl.shape[1],
         micro_batch_size=ids_sl.shape[0],
         forward_only=True,

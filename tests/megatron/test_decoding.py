@@ -15,11 +15,12 @@ ROWS, PROMPT, LENGTH = 3, 4, 9
 
 def _decode(rank, world_size, parallel_values):
     """Decodes twice; the worst distance to full forwards and how much logits vary, on last stages."""
+    from megatron_worker.chunks import parameters_of
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.decoding import MegatronDecoder
     from megatron_worker.groups import destroy_parallel, initialize_parallel
     from megatron_worker.hf_bridge import initialize_from_seed
-    from megatron_worker.model_setup import build_model, wrap_ddp
+    from megatron_worker.model_setup import build_chunks, wrap_ddp
     from rlcore.collectives import all_gather
     from rlcore.config import ParallelConfig
     from tests.megatron.stage_runner import full_logits, tiny_architecture
@@ -28,15 +29,15 @@ def _decode(rank, world_size, parallel_values):
     with cpu_backend("cpu"):
         groups = initialize_parallel(parallel, "cpu")
         arch = tiny_architecture()
-        model = build_model(arch, parallel, "float32", groups)
-        initialize_from_seed(model, arch, 5, groups)
+        bare = build_chunks(arch, parallel, "float32", groups)
+        initialize_from_seed(bare, arch, 5, groups)
         with torch.no_grad():  # larger weights, so that logits differ by more than the tolerance
-            for parameter in model.parameters():
+            for parameter in parameters_of(bare):
                 parameter.mul_(4.0 if parameter.dim() == 2 else 1.0)
-        chunk = wrap_ddp(model, parallel)
-        model.decoder.layers[0].eval()
-        training = [module.training for module in model.modules()]
-        decoder = MegatronDecoder(chunk, arch, parallel, groups)
+        chunks = [wrap_ddp(chunk, parallel) for chunk in bare]
+        bare[-1].decoder.layers[0].eval()
+        training = [module.training for chunk in bare for module in chunk.modules()]
+        decoder = MegatronDecoder(chunks, arch, parallel, groups)
         generator = torch.Generator().manual_seed(2)
         distances, spread = [], []
         for calls in ([PROMPT, *range(PROMPT + 1, LENGTH + 1)], [1, 2, 6, 7, LENGTH]):
@@ -47,14 +48,14 @@ def _decode(rank, world_size, parallel_values):
                 logits = decoder.next_logits(ids_sl[:, :stop], seen)
                 seen = stop
                 padded = torch.nn.functional.pad(ids_sl[:, :stop], (0, stop % 2))
-                expected = full_logits(model, arch, groups, padded)
+                expected = full_logits(bare, arch, groups, padded)
                 assert (logits is None) == (not groups.is_last_stage)
                 if logits is not None:
                     logits = torch.cat(list(all_gather(logits, groups.tp)), dim=-1)[:, : arch.vocab_size]
                     distances.append((logits - expected[:, stop - 1]).abs().max().item())
                     spread.append((expected[:, stop - 1] - expected[:, stop - 2]).abs().max().item())
-        assert training == [module.training for module in model.modules()]
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert training == [module.training for chunk in bare for module in chunk.modules()]
+        assert all(parameter.grad is None for parameter in parameters_of(bare))
         destroy_parallel()
     return (max(distances), max(spread)) if distances else None
 
@@ -68,8 +69,11 @@ def _decode(rank, world_size, parallel_values):
         (4, {"tp": 2, "pp": 2}),
         (2, {"tp": 2, "sequence_parallel": True}),
         (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+        (2, {"pp": 2, "vpp": 2}),
+        (4, {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}),
+        (4, {"pp": 4}),
     ],
-    ids=["alone", "tp2", "pp2", "tp2pp2", "tp2sp", "tp2pp2sp"],
+    ids=["alone", "tp2", "pp2", "tp2pp2", "tp2sp", "tp2pp2sp", "pp2vpp2", "tp2pp2vpp2sp", "pp4"],
 )
 def test_cached_logits_equal_full_forward(world_size, parallel):
     results = [result for result in run_ranks(_decode, world_size, parallel) if result is not None]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 def _score_and_train(rank, world_size, config, batch):
     """Scores, then a step on them; a fused head's module raises when it runs."""
-    from megatron_worker.hf_bridge import unwrap
+    from megatron_worker.chunks import unwrap
     from megatron_worker.worker import MegatronWorker
     from tests.megatron.layout_cases import gradients_by_name
 

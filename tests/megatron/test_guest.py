@@ -309,7 +309,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"loss": {"actor_denominator": "retained_exact"}}, "calculate_per_token_loss=True"),
     ({}, {"train": {"token_budget": 32}}, "DotProductAttention"),
     ({"hidden_dropout": 0.1}, {}, "hidden_dropout=0.1"),
-    ({"virtual_pipeline_model_parallel_size": 2}, {}, "virtual pipeline stages"),
+    ({"virtual_pipeline_model_parallel_size": 2}, {}, "the list of all of this rank's chunks"),
     ({"vocab_size": 65}, {}, "vocab_size=65: the model has 64 rows"),
     ({"parallel_output": False}, {}, "parallel_output=True"),
     ({"contract": {"per_token": True}}, {}, "contract.per_token=True, but the model's calculate_per_token"),

@@ -49,12 +49,12 @@ def _write_hf(folder, model_type, tied):
 
 def _build(parallel_values):
     from megatron_worker.groups import initialize_parallel
-    from megatron_worker.model_setup import build_model
+    from megatron_worker.model_setup import build_chunks
     from rlcore.config import ParallelConfig
 
     parallel = ParallelConfig(**parallel_values)
     groups = initialize_parallel(parallel, "cpu")
-    return groups, lambda arch: build_model(arch, parallel, "float32", groups)
+    return groups, lambda arch: build_chunks(arch, parallel, "float32", groups)
 
 
 def _round_trip(rank, world_size, source, target, parallel_values):
@@ -77,8 +77,15 @@ def _round_trip(rank, world_size, source, target, parallel_values):
 @pytest.mark.parametrize(("model_type", "tied"), VARIANTS)
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2})],
-    ids=["alone", "tp2", "pp2", "tp2pp2"],
+    [
+        (1, {}),
+        (2, {"tp": 2}),
+        (2, {"pp": 2}),
+        (4, {"tp": 2, "pp": 2}),
+        (2, {"pp": 2, "vpp": 2}),
+        (4, {"tp": 2, "pp": 2, "vpp": 2}),
+    ],
+    ids=["alone", "tp2", "pp2", "tp2pp2", "pp2vpp2", "tp2pp2vpp2"],
 )
 def test_round_trip_is_bit_equal(tmp_path, model_type, tied, world_size, parallel):
     from safetensors.torch import load_file
@@ -140,7 +147,14 @@ def _logits(rank, world_size, source, parallel_values):
 
 
 @pytest.mark.parametrize(("model_type", "tied"), VARIANTS)
-@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "pp": 2, "sequence_parallel": True},
+        {"tp": 2, "pp": 2, "vpp": 2},
+    ],
+)
 def test_logits_equal_transformers(tmp_path, model_type, tied, parallel):
     source = _write_hf(tmp_path / "source", model_type, tied)
     with torch.no_grad():
@@ -278,5 +292,6 @@ def test_drawn_weights_do_not_depend_on_the_layout():
     assert not torch.equal(
         alone["model.layers.0.mlp.gate_proj.weight"], alone["model.layers.1.mlp.gate_proj.weight"]
     )
-    for tensors in run_ranks(_drawn, 4, {"tp": 2, "pp": 2}):
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in alone.items())
+    for parallel in ({"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}):
+        for tensors in run_ranks(_drawn, 4, parallel):
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in alone.items())

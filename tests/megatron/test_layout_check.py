@@ -28,6 +28,8 @@ def make_problem(layout_values, *words):
         "loss.kl_coef": "0.1",
         "parallel.tp": "1",
         "parallel.pp": "1",
+        # As many as the largest layout here has stages: the run's own must divide too.
+        "model.num_layers": "8",
     }
     values |= dict(word.split("=") for word in words)
     given = [f"{key}={value}" for key, value in values.items()]
@@ -76,6 +78,10 @@ LAYOUTS = [
     {"dp": 2, "tp": 2, "num_microbatches": 3},
     {"tp": 4, **SP},
     {"tp": 4, "packed": True, **SP},
+    {"pp": 2, "vpp": 2},
+    {"tp": 2, "pp": 2, "vpp": 2, "num_microbatches": 4, **SP},
+    {"tp": 2, "pp": 2, "vpp": 2, "packed": True, "num_microbatches": 3, **SP},
+    {"pp": 4, "vpp": 2, "num_microbatches": 4},
 ]
 
 
@@ -157,10 +163,12 @@ def test_what_is_compared_is_the_loss_of_the_run(words):
 
 
 def test_the_fused_head_is_checked_where_the_run_has_it():
-    layout = {"tp": 2, "pp": 2, **SP}
-    config, _ = make_problem(layout, "model.fused_head=true")
-    assert config.model.fused_head and config.model.fused_head_tokens == 7
-    assert [line for line in differences(layout, "model.fused_head=true") if not line.ok] == []
+    for vpp in (1, 2):
+        layout = {"tp": 2, "pp": 2, "vpp": vpp, **SP}
+        config, _ = make_problem(layout, "model.fused_head=true")
+        assert config.model.fused_head and config.model.fused_head_tokens == 7
+        assert config.model.num_layers == 2 * vpp
+        assert [line for line in differences(layout, "model.fused_head=true") if not line.ok] == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)

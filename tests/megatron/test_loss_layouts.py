@@ -94,7 +94,7 @@ def _oracle_on_rank(rank, world_size, config, batch):
     """The oracle's step on this worker's scores, and its gradients by parameter: through the reference op on
     this worker's logits, and the model's own backward.
     """
-    from megatron_worker.hf_bridge import unwrap
+    from megatron_worker.chunks import unwrap
     from megatron_worker.worker import MegatronWorker
     from tests.megatron.layout_cases import weights_by_name
 

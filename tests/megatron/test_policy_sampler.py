@@ -28,16 +28,19 @@ LAYOUTS = {
     "tp2cp2+sp": (4, 2, 1, True),
     "pp2cp2": (4, 1, 2, False),
     "pp2+packed": (2, 1, 2, False),
+    "tp2pp2+vpp": (4, 2, 2, False),
+    "pp2cp2+vpp": (4, 1, 2, False),
 }
 
 
-def make_config(layout, **sampling):
+def make_config(layout, *, num_layers=2, **sampling):
     _, tp, pp, sp = LAYOUTS[layout]
+    vpp = 2 if layout.endswith("+vpp") else 1
     return load_run_config(
         {
             "model": {
                 "vocab_size": VOCAB_SIZE,
-                "num_layers": 2,
+                "num_layers": pp * vpp if vpp > 1 else num_layers,
                 "hidden_size": 32,
                 "num_attention_heads": 4,
                 "num_query_groups": 2,
@@ -47,6 +50,7 @@ def make_config(layout, **sampling):
             "parallel": {
                 "tp": tp,
                 "pp": pp,
+                "vpp": vpp,
                 "cp": 2 if "cp2" in layout else 1,
                 "sequence_parallel": sp,
                 "backend": "cpu",
@@ -102,6 +106,19 @@ def test_trainer_and_sampler_agree_for_an_unchanged_policy(layout):
         assert float((scores.logprob_sl - rollout.sampler_logprob_sl)[mask_sl].abs().max()) < 1e-5
         assert float(scores.log_mass_sl[mask_sl].max()) < 0.0, "truncation was on"
         check_shape(rollout, PROMPTS, 4, 9)
+
+
+@pytest.mark.parametrize(("layout", "other"), [("tp2pp2+vpp", "tp2pp2"), ("pp2cp2+vpp", "tp1")])
+def test_virtual_stages_draw_what_the_model_without_them_draws(layout, other):
+    """The same seed, token for token: with a cache, and with whole sequences at every step. Each TP rank has
+    noise of its own, so TP stays.
+    """
+    without = make_config(other, num_layers=4)
+    alone, _, _ = run_ranks(_generate, LAYOUTS[other][0], without, PROMPTS, 3, 9)[0]
+    for rollout, _, _ in run_ranks(_generate, 4, make_config(layout), PROMPTS, 3, 9):
+        assert torch.equal(rollout.ids_sl, alone.ids_sl)
+        gap_sl = (rollout.sampler_logprob_sl - alone.sampler_logprob_sl)[alone.token_mask_sl]
+        assert float(gap_sl.abs().max()) < 1e-5
 
 
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5}

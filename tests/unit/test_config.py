@@ -70,6 +70,12 @@ def test_every_field_is_documented():
         ({"sampling": {"min_p": 1.5}}, r"sampling.min_p=1.5"),
         ({"parallel": {"tp": 3}}, r"parallel.tp=3 does not divide model.num_attention_heads=4.*\[1, 2, 4\]"),
         ({"parallel": {"pp": 3}}, r"model.num_layers=4 is not a multiple of parallel.pp=3"),
+        ({"parallel": {"vpp": 2}}, r"parallel.vpp=2 .*need parallel.pp > 1"),
+        ({"parallel": {"pp": 2, "vpp": 0}}, r"parallel.vpp=0: expected a count"),
+        (
+            {"parallel": {"pp": 2, "vpp": 2}, "model": {**MODEL, "num_layers": 6}},
+            r"model.num_layers=6 is not a multiple of parallel.pp=2 x parallel.vpp=2 = 4",
+        ),
         ({"parallel": {"sequence_parallel": True}}, r"parallel.sequence_parallel=true needs parallel.tp"),
         ({"parallel": {"tp": 0}}, r"parallel.tp=0"),
         ({"model": {"hf_path": "x", "fused_head": True, "num_layers": 2}}, r"model.num_layers is set"),
@@ -198,6 +204,11 @@ def test_off_values_are_accepted(top_k, top_p):
         ({"rollout": {"prompts_per_step": 10}}, 4, r"rollout.prompts_per_step=10 does not divide over 4"),
         ({"train": {"microbatch_size": 48}}, 2, r"train.microbatch_size=48 x 2 data-parallel ranks = 96"),
         ({"train": {"microbatch_size": 8, "minibatch_size": 32}}, 8, r"32 sequences per optimizer step"),
+        (
+            {"parallel": {"pp": 2, "vpp": 2}, "train": {"microbatch_size": 128}},
+            2,
+            r"1 microbatches per optimizer step.* of parallel.pp=2, as parallel.vpp=2.*microbatch_size",
+        ),
     ],
 )
 def test_a_world_that_does_not_fit(sections, world_size, message):

@@ -45,10 +45,15 @@ def test_b16_logprob_token_and_mask_line_up():
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_every_field_comes_back_in_the_original_order_without_fillers(microbatch_size, multiple):
+@pytest.mark.parametrize("count_multiple", [1, 2])
+def test_every_field_comes_back_in_the_original_order_without_fillers(
+    microbatch_size, multiple, count_multiple
+):
     ids = torch.randint(1, 9, (5, 6), generator=torch.Generator().manual_seed(0)).tolist()
     batch = make_batch(ids, [1, 2, 3, 1, 2], [6, 4, 5, 2, 3])
-    microbatches = split_batch(batch, microbatch_size, multiple)
+    microbatches = split_batch(batch, microbatch_size, multiple, count_multiple=count_multiple)
+    fewest = -(-5 // microbatch_size)
+    assert len(microbatches) == fewest + fewest % count_multiple
     length = microbatches[0].input_ids_bl.shape[1]
     assert length % multiple == 0 and len({m.input_ids_bl.shape for m in microbatches}) == 1
     position_l = torch.arange(6)
