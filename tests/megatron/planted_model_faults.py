@@ -72,7 +72,7 @@ def experts_of_every_rank_counted_from_0():
     fill, layouts = hf_bridge._fill, hf_bridge.stage_layouts
 
     def planted(model, arch, groups, read):
-        with mock.patch.object(hf_bridge, "stage_layouts", lambda *args: layouts(*args[:4], 0)):
+        with mock.patch.object(hf_bridge, "stage_layouts", lambda *args: layouts(*args[:4], ep_rank=0)):
             fill(model, arch, groups, read)
 
     return mock.patch.object(hf_bridge, "_fill", planted)
