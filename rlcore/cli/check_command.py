@@ -8,7 +8,6 @@ import json
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,7 @@ def run_check(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Checks the layout on ranks of this machine, or is one of them. Returns the exit code."""
     from rlcore.cli import launch  # imports main, which imports this file
 
-    # Megatron-core says on import that Transformer Engine and Apex are optional.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    launch.silence_dependencies()
     launch.join_slurm(os.environ)
     if launch.is_rank(os.environ):
         return _run_rank(args)

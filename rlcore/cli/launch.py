@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Literal
 
@@ -44,6 +45,14 @@ def join_slurm(env: Environment) -> None:
                 "MASTER_PORT (a free port) before srun."
             )
     env.update({ours: env[slurm] for ours, slurm in _SLURM_NAMES.items()})
+
+
+def silence_dependencies() -> None:
+    """Hides what a user of this project cannot act on, said a dozen times a rank: Megatron-core on import, that
+    Transformer Engine and Apex are optional; torch, that it will rename a collective that Megatron calls.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def record_error(error: BaseException) -> None:

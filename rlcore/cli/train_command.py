@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from contextlib import ExitStack
 
-from rlcore.cli.launch import record_error
+from rlcore.cli.launch import record_error, silence_dependencies
 from rlcore.config import RunConfig
 
 
 def train_rank(config: RunConfig) -> None:
     """Runs the config on this rank of an already started run."""
-    # Megatron-core says on import, a dozen times a rank, that Transformer Engine and Apex are optional.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    silence_dependencies()
     from megatron_worker.worker import MegatronWorker
     from rlcore.cli.progress import make_display
     from rlcore.cli.report import write_report

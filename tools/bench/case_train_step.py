@@ -8,7 +8,6 @@ import importlib
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 
 from rlcore.batch import Prompt, TrainBatch
+from rlcore.cli.launch import silence_dependencies
 from rlcore.collectives import Group, all_reduce_
 from rlcore.config import RunConfig, load_run_config
 from tools.bench.options import BenchOptions
@@ -117,8 +117,7 @@ def train_rank(group: Group, options: BenchOptions, vocab_size: int) -> list[Row
 @contextmanager
 def open_worker(config: RunConfig) -> Iterator[Any]:
     """A Megatron worker, closed afterwards."""
-    # Megatron-core says on import, a dozen times a rank, that Transformer Engine and Apex are optional.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    silence_dependencies()
     from megatron_worker.worker import MegatronWorker
 
     worker = MegatronWorker(config)
