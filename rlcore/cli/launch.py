@@ -48,7 +48,7 @@ def join_slurm(env: Environment) -> None:
 
 
 def silence_dependencies() -> None:
-    """Hides what a user of this project cannot act on, said a dozen times a rank: Megatron-core on import, that
+    """Hides what a user cannot act on and is told a dozen times a rank: Megatron-core on import, that
     Transformer Engine and Apex are optional; torch, that it will rename a collective that Megatron calls.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
