@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from rlcore.groups import ParallelGroups
 
@@ -27,6 +28,21 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module  # pyright: ignore[reportAssignmentType]
     return model
+
+
+def forget_forward(chunk: torch.nn.Module) -> None:
+    """Drops what would keep the chunk and its process groups, with their threads, for ever: tensors of the
+    last forward in experts' dispatchers, whose autograd graph holds the chunk by way of hooks that no garbage
+    collector sees, and frequencies that rotary embeddings cache by context-parallel group.
+    """
+    clear = getattr(RotaryEmbedding.forward, "cache_clear", None)
+    if clear is not None:
+        clear()
+    for module in chunk.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
+            if torch.is_tensor(value):
+                setattr(dispatcher, name, None)
 
 
 def parameters_of(model: Model) -> Iterator[torch.nn.Parameter]:

@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
+from megatron_worker.chunks import forget_forward
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
@@ -266,6 +267,8 @@ class MegatronWorker:
 
     def close(self) -> None:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
+        for chunk in self.chunks:
+            forget_forward(chunk)
         self._open.close()
 
     def _check_inputs(self, batch: TrainBatch) -> None:
