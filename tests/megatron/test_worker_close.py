@@ -1,5 +1,6 @@
-"""A closed worker leaves nothing behind: a process that opens several (a notebook, a sweep, these tests) keeps
-neither their weights nor their process groups, each of which has threads of its own."""
+"""A closed worker leaves nothing behind: a process that opens several (a notebook, a sweep, these tests)
+keeps neither their weights nor their process groups, each of which has threads of its own.
+"""
 
 from __future__ import annotations
 
