@@ -15,7 +15,7 @@ from megatron_worker.architecture import Architecture, architecture_from_config,
 from megatron_worker.model_setup import check_layout
 from rlcore.batch import ScoredTokens, TrainBatch
 from rlcore.config import ModelConfig, ParallelConfig, RunConfig, SamplingConfig
-from rlcore.config_rules import check_run_config
+from rlcore.config_rules import check_microbatch_groups, check_run_config
 from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.layout.balancing import balance
 from rlcore.layout.packing import length_multiples
@@ -124,7 +124,8 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
             run.rollout,
             prompts_per_step=layout.dp,
             samples_per_prompt=layout.num_sequences // layout.dp,
-            max_new_tokens=LENGTH,
+            # With a prompt token.
+            max_new_tokens=LENGTH - 1,
         ),
         optimizer=dataclasses.replace(run.optimizer, clip_grad=0.0, warmup_steps=0),
         train=dataclasses.replace(
@@ -139,6 +140,7 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
         ),
     )
     check_run_config(config)
+    check_microbatch_groups(config, layout.num_microbatches)
     return config
 
 
