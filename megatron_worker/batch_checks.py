@@ -79,6 +79,35 @@ def check_scores(batch: TrainBatch, num_positions: int, vocab_size: int) -> None
         )
 
 
+_SAME_EVERYWHERE = ("ids_sl", "length_s", "token_mask_sl", "sample_mask_s", "keep_old_sl")
+
+
+def check_same_batch(batch: TrainBatch, groups: ParallelGroups, device: torch.device | str) -> None:
+    """`ValueError` on every rank of a replica whose ranks (TP x PP x CP) hold different ids, lengths or
+    masks: the model would mix them without a sign, such as the embeddings of one rank's ids with another's.
+
+    Collectives: one all-gather of 7 int64 over the replica.
+    """
+    own = [*batch.ids_sl.shape]
+    for name in _SAME_EVERYWHERE:
+        value = getattr(batch, name)
+        # Weighed by place, so that a permutation is seen; sums wrap around alike on all ranks.
+        own.append(-1 if value is None else (value.reshape(-1).long() * _places(value)).sum())
+    stacked = torch.stack([torch.as_tensor(number, device=device) for number in own])
+    other = all_gather(stacked, groups.model) != stacked
+    if bool(other.any()):
+        column = int(other.any(dim=0).nonzero()[0])
+        name = ("ids_sl", "ids_sl", *_SAME_EVERYWHERE)[column]
+        raise ValueError(
+            f"the ranks of one model replica (TP x PP x CP) were given different {name}. All of them need "
+            "the same batch: choose it by the data-parallel rank, not by the global one."
+        )
+
+
+def _places(value: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, value.numel() + 1, device=value.device)
+
+
 def check_equal_counts(num_microbatches: int, groups: ParallelGroups, device: torch.device | str) -> None:
     """`ValueError` on every rank where replicas that exchange tokens in every forward (expert parallelism)
     would run different numbers of microbatches, and wait for each other for ever.

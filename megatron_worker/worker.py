@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
-from megatron_worker.batch_checks import check_equal_counts, check_scores, check_trains
+from megatron_worker.batch_checks import check_equal_counts, check_same_batch, check_scores, check_trains
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
@@ -280,6 +280,12 @@ class MegatronWorker:
             if budget is not None:
                 sizes = {"cp_size": self.groups.cp_size, "tp_size": self._length_multiple}
                 check_fits(batch.length_s.cpu(), budget, **sizes)
+        except ValueError as cause:
+            error = cause
+        raise_together(error, self.groups.world, self.device)
+        error = None
+        try:
+            check_same_batch(batch, self.groups, self.device)
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)

@@ -83,6 +83,33 @@ def test_a_batch_of_one_rank_is_refused_by_all():
             assert part in message, (rank, message)
 
 
+def mixed_on_rank(rank, world_size, batch):
+    """Rank 1, of replica 0, is given other ids, then another mask; then all the same."""
+    from megatron_worker.guest import GuestWorker
+
+    messages = []
+    with foreign_job(2, 1, 1, False) as (stage, groups, _):
+        worker = GuestWorker(in_ddp(stage), objective(1), VOCAB_SIZE)
+        mine = rows_of(batch, groups.dp_rank, groups.dp_size)
+        swapped = dataclasses.replace(mine, ids_sl=mine.ids_sl.flip(0))
+        masked = dataclasses.replace(mine, sample_mask_s=torch.zeros_like(mine.sample_mask_s))
+        for other in (swapped, masked, mine):
+            try:
+                worker.logprobs(other if rank == 1 else mine)
+                messages.append("went through")
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_the_ranks_of_a_replica_need_one_batch():
+    """A job that chooses its data by the global rank; the embedding would add up other tokens' rows."""
+    for ids, mask, same in run_ranks(mixed_on_rank, 4, make_batch(), timeout_s=60):
+        assert "different ids_sl" in ids and "data-parallel rank" in ids
+        assert "different sample_mask_s" in mask
+        assert same == "went through"
+
+
 def counts_on_rank(rank, world_size, counts):
     from megatron_worker.batch_checks import check_equal_counts
     from rlcore.groups import ParallelGroups

@@ -328,6 +328,7 @@ def run_refused(rank, world_size, batch):
     """Each message of the table, then what a batch and a missing optimizer or reference are told."""
     from megatron_worker.forward_step import LossContract
     from megatron_worker.guest import GuestWorker
+    from megatron_worker.loss_scale import check_loss_scale
 
     def message_of(call, *arguments, **named):
         try:
@@ -366,6 +367,10 @@ def run_refused(rank, world_size, batch):
         messages.append(message_of(worker.train_step, batch))
         messages.append(message_of(worker.reference_logprobs, batch))
         messages.append(message_of(worker.save, "/tmp"))
+        for averages in (False, None):
+            contract = LossContract(averages=averages)
+            worker = GuestWorker(in_ddp(stage), objective(1), VOCAB_SIZE, contract=contract)
+            messages.append(message_of(check_loss_scale, worker.scale_probe()))
     return messages
 
 
@@ -376,6 +381,8 @@ def test_what_the_job_has_to_change_is_named_on_every_rank(batch):
     )
     wanted += ["the batch has none: score the batch", "reads reference logprobs, and the batch has none"]
     wanted += ["given no optimizer", "given no reference policy", "belongs to your job"]
+    # The self-test of a job whose contract is wrong about Megatron's average over two replicas, and right.
+    wanted += ["gradients are 0.5 times what the loss says", "went through"]
     for messages in run_ranks(run_refused, 4, batch):
         assert len(messages) == len(wanted)
         for message, part in zip(messages, wanted, strict=True):
