@@ -151,11 +151,12 @@ def report(lines: Sequence[Mapping[str, Any]], title: str, json_file: str | None
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("quantity", no_wrap=True)
-    table.add_column("largest difference", justify="right")
-    table.add_column("tolerance", justify="right")
-    table.add_column("ok")
-    table.add_column("note", overflow="fold")
+    # In a narrow terminal names and notes fold; a number cut short would say nothing.
+    table.add_column("quantity", overflow="fold")
+    table.add_column("largest difference", justify="right", no_wrap=True)
+    table.add_column("tolerance", justify="right", no_wrap=True)
+    table.add_column("ok", no_wrap=True)
+    table.add_column("note", overflow="fold", min_width=12)
     for line in lines:
         said = "[green]yes[/green]" if line["ok"] else "[bold red]NO[/bold red]"
         table.add_row(

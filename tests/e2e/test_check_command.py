@@ -177,6 +177,19 @@ def test_the_report_says_no_and_returns_1(tmp_path, capsys):
     assert [line["largest"] for line in json.loads(file.read_text())["lines"]] == [1e-7, None]
 
 
+def test_a_narrow_terminal_shows_whole_numbers(capsys, monkeypatch):
+    """80 columns, a long name: no number is cut."""
+    from rich import console
+
+    name = "gradient layers.*.block_sparse_moe.experts.*.w1.weight"
+    line = {**GOOD, "quantity": name, "note": "stage 1: decoder.layers.0.mlp.experts"}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.Console, "is_terminal", True)
+    assert report([line], "a layout") == 0
+    said = capsys.readouterr().out
+    assert "1.0e-07" in said and "2.0e-05" in said and "yes" in said and "\u2026" not in said
+
+
 @pytest.mark.parametrize(
     ("rank_code", "lines", "expected"), [(0, [GOOD, BAD], 1), (0, [GOOD], 0), (2, [], 2)]
 )
