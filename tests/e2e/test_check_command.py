@@ -79,7 +79,7 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*launcher, str(script))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.count("MISMATCH: 3 of") == 1, done.stdout
+    assert done.stdout.count("MISMATCH: 4 of") == 1, done.stdout
 
 
 @pytest.mark.parametrize(
