@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from megatron_worker.architecture import Architecture, architecture_from_config, architecture_from_hf
+from megatron_worker.hf_bridge import INIT_STD
 from megatron_worker.model_setup import check_layout
 from rlcore.batch import ScoredTokens, TrainBatch
 from rlcore.config import ModelConfig, ParallelConfig, RunConfig, SamplingConfig
-from rlcore.config_rules import check_run_config
+from rlcore.config_rules import check_microbatch_groups, check_run_config
 from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.layout.balancing import balance
 from rlcore.layout.packing import length_multiples
@@ -30,6 +31,8 @@ DROPPED_SHARE = 0.1
 """Of the old pass's tokens: those that it dropped although the policy keeps them."""
 KEPT_SHARE = 0.6
 """Of the tiny vocabulary: what its top-k keeps."""
+KEPT_MASS = 0.8
+"""Most that a nucleus without a top-k holds."""
 NOISE = 0.6
 """Standard deviation of old against current logprob: enough for ratios on both sides of every clip."""
 
@@ -112,19 +115,19 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
     check_layout(arch, parallel)
     check_expert_ranks(layout.ep, layout.dp, layout.cp)
     model = tiny_model(arch, layout, run.model)
-    assert model.vocab_size is not None
     config = dataclasses.replace(
         run,
         nproc=layout.world_size,
         model=model,
         parallel=parallel,
-        sampling=_within_vocabulary(run.sampling, model.vocab_size),
+        sampling=_within_vocabulary(run.sampling, model),
         loss=dataclasses.replace(run.loss, entropy_metric=True),
         rollout=dataclasses.replace(
             run.rollout,
             prompts_per_step=layout.dp,
             samples_per_prompt=layout.num_sequences // layout.dp,
-            max_new_tokens=LENGTH,
+            # With a prompt token.
+            max_new_tokens=LENGTH - 1,
         ),
         optimizer=dataclasses.replace(run.optimizer, clip_grad=0.0, warmup_steps=0),
         train=dataclasses.replace(
@@ -139,6 +142,7 @@ def tiny_config(run: RunConfig, layout: CheckLayout) -> RunConfig:
         ),
     )
     check_run_config(config)
+    check_microbatch_groups(config, layout.num_microbatches)
     return config
 
 
@@ -276,10 +280,23 @@ def _lengths(layout: CheckLayout) -> torch.Tensor:
     return LENGTH - (torch.arange(layout.num_sequences) * 7) % (LENGTH - 2)
 
 
-def _within_vocabulary(sampling: SamplingConfig, vocab_size: int) -> SamplingConfig:
-    """A top-k of the tiny vocabulary where the run has one of its own. The tiny model is all but uniform and
-    the batch's ids are random, so a share of them stays in the support and a share leaves it.
+def _within_vocabulary(sampling: SamplingConfig, model: ModelConfig) -> SamplingConfig:
+    """A filter that cuts the tiny distribution where the run has one. The tiny model is all but uniform and
+    the batch's ids are random, so a share of them stays in the support and a share leaves it; a nucleus of
+    0.99 or a min-p of 0.05 would keep every id, and no fault of a support could show.
     """
-    if sampling.spec().effective_top_k is None:
-        return sampling
-    return dataclasses.replace(sampling, top_k=int(KEPT_SHARE * vocab_size))
+    assert model.vocab_size is not None and model.hidden_size is not None
+    spec = sampling.spec()
+    if spec.effective_top_k is not None:
+        return dataclasses.replace(sampling, top_k=int(KEPT_SHARE * model.vocab_size))
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        return dataclasses.replace(sampling, top_p=min(sampling.top_p, KEPT_MASS))
+    if sampling.min_p > 0.0:
+        # Drawn weights give logits around 0 of deviation std x sqrt(D); the largest is two of them above, or
+        # under a tied head that of the position's own id, std x D. About half of the ids are above 0.
+        size = model.hidden_size
+        depth = INIT_STD * (size if model.tie_word_embeddings else 2 * math.sqrt(size))
+        return dataclasses.replace(
+            sampling, min_p=max(sampling.min_p, math.exp(-depth / sampling.temperature))
+        )
+    return sampling

@@ -17,8 +17,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_worker.chunks import Model, chunks_of, unwrap
 from megatron_worker.forward_step import LossContract, OutputHead, divides_by_exact_count
 from megatron_worker.groups import parallel_groups
+from megatron_worker.prepared_step import PreparedStep
 from megatron_worker.worker import MegatronWorker
 from rlcore.batch import StepResult, TrainBatch
+from rlcore.collectives import group_size
 from rlcore.config import ParallelConfig, RunConfig
 from rlcore.config_parse import parse_dataclass
 from rlcore.config_rules import check_context_parallel, check_ranges, check_sampling
@@ -106,6 +108,11 @@ class GuestWorker(MegatronWorker):
                 "model's, or bring reference logprobs with the batch."
             )
         return super().reference_logprobs(batch)
+
+    def prepare(self, batch: TrainBatch) -> PreparedStep:
+        """See `MegatronWorker`. `ValueError` where nobody says what data parallelism does to gradients."""
+        check_data_parallelism(self.chunks, self.contract, self.groups)
+        return super().prepare(batch)
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """See `MegatronWorker`. `ValueError` without an optimizer."""
@@ -227,6 +234,21 @@ def check_loss_contract(config: RunConfig, model_config: Any, contract: LossCont
             "calculate_per_token_loss=True in your TransformerConfig, or choose retained or valid."
         )
     check_finalizes(model_config)
+
+
+def check_data_parallelism(chunks: Sequence[Any], contract: LossContract, groups: ParallelGroups) -> None:
+    """Megatron's data parallelism is known; of another one the job says whether it averages. A guess would
+    train, with gradients too large or too small by the number of ranks.
+    """
+    num_ranks = group_size(groups.dp_cp)
+    is_megatrons = all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+    if num_ranks == 1 or is_megatrons or contract.averages is not None:
+        return
+    raise ValueError(
+        f"the model is not in Megatron's DistributedDataParallel, and there are {num_ranks} data- x "
+        "context-parallel ranks. Pass the wrapped model, or contract=LossContract(averages=True) if your job "
+        "averages gradients over these ranks, averages=False if it sums them."
+    )
 
 
 def check_finalizes(model_config: Any) -> None:

@@ -19,10 +19,11 @@ from unittest import mock
 import torch
 
 from megatron_worker.check_problem import CheckLayout, plain_batch, scored_batch, single_process
-from megatron_worker.chunks import parameters_of
+from megatron_worker.chunks import num_stages, parameters_of, stage_of, unwrap
 from megatron_worker.hf_bridge import export_hf_tensors
 from megatron_worker.loss_scale import TOLERANCE as SCALE_TOLERANCE
 from megatron_worker.loss_scale import measure_loss_scale
+from megatron_worker.parameter_layouts import local_layer_name, stage_layouts
 from megatron_worker.worker import MegatronWorker
 from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import all_gather
@@ -74,6 +75,8 @@ class Reference:
     step: StepResult
     gradients: Mapping[str, torch.Tensor]
     """By Hugging Face name, before the optimizer's step."""
+    reference_logprob_sl: torch.Tensor | None = None
+    """What the frozen reference policy says of `plain`; None where the run keeps none."""
 
 
 def check_on_rank(config: RunConfig, layout: CheckLayout) -> list[Difference]:
@@ -93,12 +96,18 @@ def measure_reference(config: RunConfig, layout: CheckLayout) -> Reference:
     worker = MegatronWorker(single_process(config))
     try:
         scores = _on_cpu(worker.logprobs(_on_device(plain, worker.device)))
+        frozen = frozen_logprobs(worker, plain)
         trained = scored_batch(plain, scores, config.seed)
         step = worker.train_step(_on_device(trained, worker.device))
         if not step.stepped:
             raise ValueError(f"one process takes no step, so there is nothing to compare: {step.reason}")
         return Reference(
-            plain=plain, trained=trained, scores=scores, step=step, gradients=whole_gradients(worker)
+            plain=plain,
+            trained=trained,
+            scores=scores,
+            step=step,
+            gradients=whole_gradients(worker),
+            reference_logprob_sl=frozen,
         )
     finally:
         worker.close()
@@ -113,7 +122,9 @@ def compare_layout(config: RunConfig, reference: Reference) -> list[Difference]:
         groups = worker.groups
         factors = measure_loss_scale(worker.scale_probe())
         rows = share_rows(reference.plain, groups)
-        scores = _on_cpu(worker.logprobs(_on_device(_rows(reference.plain, rows), worker.device)))
+        plain = _rows(reference.plain, rows)
+        scores = _on_cpu(worker.logprobs(_on_device(plain, worker.device)))
+        frozen = frozen_logprobs(worker, plain)
         step = worker.train_step(_on_device(_rows(reference.trained, rows), worker.device))
         gradients = whole_gradients(worker)
         own = [
@@ -124,8 +135,10 @@ def compare_layout(config: RunConfig, reference: Reference) -> list[Difference]:
                 note="a toy gradient / closed form - 1",
             ),
             *score_differences(scores, reference, rows),
+            *frozen_differences(frozen, reference, rows),
             *step_differences(step, reference.step),
             *gradient_differences(gradients, reference.gradients),
+            copy_difference(worker, reference.gradients),
         ]
         return largest_of_ranks(own, groups, worker.device)
     finally:
@@ -148,12 +161,17 @@ def whole_gradients(worker: MegatronWorker) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def frozen_logprobs(worker: MegatronWorker, batch: TrainBatch) -> torch.Tensor | None:
+    """`[S, L]` unfiltered logprobs of the reference policy, on the CPU; None where the run keeps none."""
+    if worker.reference is None:
+        return None
+    return worker.reference_logprobs(_on_device(batch, worker.device)).cpu()
+
+
 def score_differences(ours: ScoredTokens, reference: Reference, rows: slice) -> list[Difference]:
     """Scores of this data-parallel rank's rows, wherever something was predicted."""
     expected = _rows(reference.scores, rows)
-    length_s = reference.plain.length_s[rows, None]
-    position_l = torch.arange(reference.plain.ids_sl.shape[1])
-    scored_sl = (position_l >= 1) & (position_l < length_s)
+    scored_sl = _predicted(reference.plain, rows)
     both_sl = scored_sl & ours.keep_sl & expected.keep_sl
     num_differing = int((scored_sl & (ours.keep_sl != expected.keep_sl)).sum())
     differences = [
@@ -166,6 +184,14 @@ def score_differences(ours: ScoredTokens, reference: Reference, rows: slice) -> 
         fields = (ours.unfiltered_logprob_sl, expected.unfiltered_logprob_sl)
         differences.append(_difference("unfiltered logprob", *fields, scored_sl))
     return differences
+
+
+def frozen_differences(ours_sl: torch.Tensor | None, reference: Reference, rows: slice) -> list[Difference]:
+    """The reference policy's scores, where the run keeps one."""
+    if ours_sl is None or reference.reference_logprob_sl is None:
+        return []
+    expected_sl = reference.reference_logprob_sl[rows]
+    return [_difference("reference logprob", ours_sl, expected_sl, _predicted(reference.plain, rows))]
 
 
 def step_differences(ours: StepResult, expected: StepResult) -> list[Difference]:
@@ -224,6 +250,36 @@ def gradient_differences(
     ]
 
 
+def copy_difference(worker: MegatronWorker, expected: Mapping[str, torch.Tensor]) -> Difference:
+    """Every gradient that this rank holds, in one line: of a weight that several ranks hold (norms on each TP
+    rank, a tied head's on the last stage) the lines above read one copy, and copies that get other gradients
+    drift apart. Padding rows of the vocabulary get none. Relative to the whole parameter's largest entry.
+    """
+    groups, worst, where = worker.groups, -1.0, ""
+    total = num_stages(len(worker.chunks), groups)
+    for index, chunk in enumerate(worker.chunks):
+        stage = stage_of(index, groups)
+        layouts = stage_layouts(worker.arch, total, stage, groups.ep_size, groups.ep_rank)
+        for name, parameter in unwrap(chunk).named_parameters():
+            layout = layouts[local_layer_name(name)]
+            value = layout.shard(
+                lambda hf_name, axis, start, stop: expected[hf_name].narrow(axis, start, stop - start),
+                groups.tp_rank,
+                groups.tp_size,
+            )
+            ours = parameter.main_grad.cpu()  # pyright: ignore[reportAttributeAccessIssue]
+            largest = max(float(expected[hf_name].abs().max()) for hf_name in layout.hf_shapes())
+            gap = _as_distance(float((ours - value).abs().max()) / (largest + GRADIENT_FLOOR))
+            if gap > worst:
+                worst, where = gap, f"stage {stage}: {name}"
+    return Difference(
+        quantity="gradient, every rank's own copy",
+        largest=worst,
+        tolerance=GRADIENT_TOLERANCE,
+        note=where if worst > GRADIENT_TOLERANCE else "",
+    )
+
+
 def largest_of_ranks(
     own: Sequence[Difference], groups: ParallelGroups, device: torch.device
 ) -> list[Difference]:
@@ -246,6 +302,12 @@ def share_rows(batch: TrainBatch, groups: ParallelGroups) -> slice:
     """This data-parallel rank's rows of the whole batch."""
     count = batch.num_sequences // groups.dp_size
     return slice(groups.dp_rank * count, (groups.dp_rank + 1) * count)
+
+
+def _predicted(batch: TrainBatch, rows: slice) -> torch.Tensor:
+    """`[s, L]` bool: tokens of these rows that something predicts."""
+    position_l = torch.arange(batch.ids_sl.shape[1])
+    return (position_l >= 1) & (position_l < batch.length_s[rows, None])
 
 
 def _difference(

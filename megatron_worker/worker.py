@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
+from megatron_worker.batch_checks import check_equal_counts, check_same_batch, check_scores, check_trains
 from megatron_worker.chunks import forget_forward
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
@@ -28,7 +29,7 @@ from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
 from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
-from megatron_worker.microbatches import check_splits, join_scores, split_batch
+from megatron_worker.microbatches import join_scores, split_batch
 from megatron_worker.model_setup import build_chunks, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
@@ -38,6 +39,7 @@ from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import name_failure, raise_together
 from rlcore.config import RunConfig
+from rlcore.layout.balancing import check_fits
 from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
 from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
 from rlcore.ops.logprob import TokenLogprobs
@@ -271,43 +273,39 @@ class MegatronWorker:
             forget_forward(chunk)
         self._open.close()
 
-    def _check_inputs(self, batch: TrainBatch) -> None:
-        """What the loss reads of the old policy and of the reference is there."""
-        loss = self.config.loss
-        if loss.actor_denominator == "retained" and batch.keep_old_sl is None:
-            raise ValueError(
-                "loss.actor_denominator=retained counts keep_old, and the batch has none: score the batch "
-                "with logprobs() first, or set loss.actor_denominator=valid."
-            )
-        if loss.old_logprobs == "recompute" and batch.old_logprob_sl is None:
-            raise ValueError(
-                f"loss.policy={loss.policy} reads old logprobs, and the batch has none: score the batch with "
-                "logprobs() first, or set loss.policy=on_policy and loss.old_logprobs=skip."
-            )
-        if loss.kl_coef > 0 and batch.reference_logprob_sl is None:
-            raise ValueError(
-                f"loss.kl_coef={loss.kl_coef} reads reference logprobs, and the batch has none: score the "
-                "batch with reference_logprobs() first, or set loss.kl_coef=0."
-            )
-
     def _check_batch_together(self, batch: TrainBatch, trains: bool = False) -> None:
         """A batch that one rank cannot take raises on all of them. `trains`: or that the loss cannot."""
-        error = None
+        error, budget = None, self.config.train.token_budget
         try:
             if trains:
-                self._check_inputs(batch)
-            self._check_batch(batch)
+                check_trains(batch, self.config.loss)
+            check_scores(batch, self.num_positions, self.head.vocab_size)
+            if budget is not None:
+                sizes = {"cp_size": self.groups.cp_size, "tp_size": self._length_multiple}
+                check_fits(batch.length_s.cpu(), budget, **sizes)
+        except ValueError as cause:
+            error = cause
+        raise_together(error, self.groups.world, self.device)
+        error = None
+        try:
+            check_same_batch(batch, self.groups, self.device)
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)
 
+    @property
+    def _length_multiple(self) -> int:
+        """What sequence parallelism cuts tokens by; 1 without."""
+        return self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
+
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a batch that was checked."""
-        parallel, train = self.config.parallel, self.config.train
-        multiple = parallel.tp if parallel.sequence_parallel else 1
-        how = (multiple, weights, self.spec.penalises, parallel.microbatch_multiple)
+        train, count_multiple = self.config.train, self.config.parallel.microbatch_multiple
+        how = (self._length_multiple, weights, self.spec.penalises, count_multiple)
         if train.token_budget is None:
-            return split_batch(batch, train.microbatch_size, *how)
+            microbatches = split_batch(batch, train.microbatch_size, *how)
+            check_equal_counts(len(microbatches), self.groups, self.device)
+            return microbatches
         return pack_batch(batch, train.token_budget, self.groups, *how)
 
     def _join(
@@ -323,35 +321,6 @@ class MegatronWorker:
         if microbatches[0].packed is not None:
             return unpack_scores(microbatches, parts_t, batch, fill, self.groups.cp)
         return join_scores(parts_t, batch, microbatches[0].input_ids_bl.shape[1], fill)
-
-    def _check_batch(self, batch: TrainBatch) -> None:
-        """What the model cannot take, by name."""
-        check_splits(batch)
-        longest, positions = batch.ids_sl.shape[1], self.num_positions
-        if longest > positions:
-            raise ValueError(
-                f"a batch of sequences padded to {longest} tokens, and the model has {positions} positions. "
-                "Lower "
-                "rollout.max_new_tokens, use shorter prompts, or raise model.max_position_embeddings."
-            )
-        position_sl = torch.arange(longest, device=batch.ids_sl.device).expand_as(batch.ids_sl)
-        unpredicted_sl = (position_sl == 0) | (position_sl >= batch.length_s[:, None])
-        unpredicted_sl = unpredicted_sl & batch.token_mask_sl & batch.sample_mask_s[:, None]
-        if bool(unpredicted_sl.any()):
-            row, column = unpredicted_sl.nonzero()[0].tolist()
-            raise ValueError(
-                f"token_mask_sl of sample {row} counts position {column} of {int(batch.length_s[row])} "
-                "tokens: nothing predicts the first token of a sequence, nor padding, yet every denominator "
-                "would count it. Set token_mask_sl to False there, or begin the sequence with a prompt token."
-            )
-        bad_sl = (batch.ids_sl < 0) | (batch.ids_sl >= self.head.vocab_size)
-        if bool(bad_sl.any()):
-            row, column = bad_sl.nonzero()[0].tolist()
-            raise ValueError(
-                f"id {int(batch.ids_sl[row, column])} of sample {row} at position {column} is outside the "
-                "model's "
-                f"vocabulary [0, {self.head.vocab_size}). Use the tokenizer that belongs to the model."
-            )
 
     def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""

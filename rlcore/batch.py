@@ -100,9 +100,10 @@ class TrainBatch:
                     f"TrainBatch.{field.name} has shape {tuple(value.shape)}; ids_sl says it must be "
                     f"{expected}."
                 )
-        for name in ("token_mask_sl", "sample_mask_s"):
-            if getattr(self, name).dtype != torch.bool:
-                raise ValueError(f"TrainBatch.{name} is {getattr(self, name).dtype}; expected torch.bool.")
+        for name in ("token_mask_sl", "sample_mask_s", "keep_old_sl"):
+            mask = getattr(self, name)
+            if mask is not None and mask.dtype != torch.bool:
+                raise ValueError(f"TrainBatch.{name} is {mask.dtype}; expected torch.bool.")
 
     @property
     def num_sequences(self) -> int:

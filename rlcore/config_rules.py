@@ -43,6 +43,7 @@ def check_run_config(config: RunConfig) -> None:
     check_virtual_stages(config.parallel.pp, config.parallel.vpp)
     check_layers_divide(config)
     check_context_parallel(config)
+    check_token_budget(config)
     check_advantage(config)
     check_loss(config)
     check_minibatch(config)
@@ -73,6 +74,9 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"data-parallel ranks. Set it to a multiple of {dp_size}."
         )
     minibatch = config.train.minibatch_size or config.sequences_per_step
+    if config.train.token_budget is not None:
+        check_minibatch_shares(minibatch, dp_size)
+        return
     rows = config.train.microbatch_size * dp_size
     if minibatch % rows:
         raise ConfigError(
@@ -82,6 +86,15 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{rows}. Change train.microbatch_size or the batch."
         )
     check_microbatch_groups(config, minibatch // rows)
+
+
+def check_minibatch_shares(minibatch: int, dp_size: int) -> None:
+    """An optimizer step's sequences divide over data-parallel ranks; a token budget cuts the rest."""
+    if minibatch % dp_size:
+        raise ConfigError(
+            f"{minibatch} sequences per optimizer step (train.minibatch_size, or rollout.prompts_per_step x "
+            f"rollout.samples_per_prompt) do not divide over {dp_size} data-parallel ranks. Change the batch."
+        )
 
 
 MAX_TIMEOUT_S = 1e9
@@ -308,6 +321,19 @@ def check_context_parallel(config: RunConfig) -> None:
         raise ConfigError(
             f"parallel.cp={config.parallel.cp} cuts packed rows: set train.token_budget, the tokens of a "
             "microbatch over all context-parallel ranks, at least the longest sequence."
+        )
+
+
+def check_token_budget(config: RunConfig) -> None:
+    """A packed row holds the longest response and a prompt token: otherwise a run ends at the first response
+    that long, however late. Prompts are checked when they are there.
+    """
+    budget, longest = config.train.token_budget, config.rollout.max_new_tokens + 1
+    if budget is not None and budget < longest:
+        raise ConfigError(
+            f"train.token_budget={budget} does not hold a sequence of rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} and its prompt. Raise train.token_budget to at least the "
+            f"longest sequence, {longest} or more, or lower rollout.max_new_tokens."
         )
 
 

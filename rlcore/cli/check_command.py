@@ -21,8 +21,8 @@ _LAYOUT = ("tp", "pp", "vpp", "cp")
 _GIVEN = (*_SIZES, "vpp", "ep")
 _DEMO = "demo"
 """The config of a command line that names none."""
-# Any budget lets a config with cp > 1 through its rules; the check chooses its own for its tiny batch.
-_PLACEHOLDER_BUDGET = 1
+# Lets a config with cp > 1 through its rules; the check chooses its own budget for its tiny batch.
+_PLACEHOLDER_BUDGET = 2**31
 
 
 def add_check_parser(commands: Any) -> None:
@@ -63,6 +63,7 @@ def run_check(args: argparse.Namespace, words: Sequence[str]) -> int:
     launch.join_slurm(os.environ)
     if launch.is_rank(os.environ):
         return _run_rank(args)
+    check_json_file(args.json)
     config, layout = check_problem_of(args)
     with tempfile.TemporaryDirectory(prefix="rlcore_check_") as folder:
         result = Path(folder) / "result.json"
@@ -80,13 +81,14 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
     from megatron_worker.check_problem import CheckLayout, run_architecture, tiny_config
     from rlcore.cli.compose import compose_run_config
 
+    check_layout_given_once(args)
     words = [*args.overrides, *layout_words(args)]
     run = compose_run_config(args.config_name, words, args.config_dir)
     sizes = {name: getattr(run.parallel, name) for name in _LAYOUT}
     replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
     # A config's own layout fills its nproc; one given by sizes has one replica unless --dp or --ep says more.
     gives = _gives_layout(args)
-    dp = _data_parallel_size(args) if gives else max(1, run.nproc // replica)
+    dp = _data_parallel_size(args) if gives else _run_data_parallel_size(run, replica)
     ep = _size(args, "ep") if gives else run.parallel.ep
     layout = CheckLayout(
         **sizes,
@@ -99,6 +101,26 @@ def check_problem_of(args: argparse.Namespace) -> tuple[RunConfig, Any]:
         token_budget=args.token_budget,
     )
     return tiny_config(run, layout), layout
+
+
+def check_layout_given_once(args: argparse.Namespace) -> None:
+    """`ValueError` for a layout key beside the options that say the whole layout: it would do nothing."""
+    options = {f"parallel.{name}": f"--{name}" for name in (*_LAYOUT, "ep")}
+    options["parallel.sequence_parallel"] = "--sp"
+    for word in args.overrides:
+        key = word.lstrip("+").partition("=")[0]
+        says_sp = args.sp and key == "parallel.sequence_parallel"
+        if key in options and (says_sp or _gives_layout(args)):
+            raise ValueError(
+                f"{word}: the layout is given by options here, which say all of it. Write {options[key]} "
+                "instead, or leave out every one of --tp, --pp, --vpp, --cp, --dp, --ep and --sp."
+            )
+
+
+def check_json_file(path: str | None) -> None:
+    """`ValueError` for a table that could not be written: before any rank starts, not after the work."""
+    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+        raise ValueError(f"--json {path}: expected a file in a folder that exists.")
 
 
 def layout_words(args: argparse.Namespace) -> list[str]:
@@ -114,7 +136,7 @@ def layout_words(args: argparse.Namespace) -> list[str]:
     elif args.sp:
         words.append("parallel.sequence_parallel=true")
     if args.packed or args.token_budget is not None or (_gives_layout(args) and _size(args, "cp") > 1):
-        words.append(f"train.token_budget={args.token_budget or _PLACEHOLDER_BUDGET}")
+        words.append(f"train.token_budget={_PLACEHOLDER_BUDGET}")
     return words
 
 
@@ -127,11 +149,12 @@ def report(lines: Sequence[Mapping[str, Any]], title: str, json_file: str | None
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("quantity", no_wrap=True)
-    table.add_column("largest difference", justify="right")
-    table.add_column("tolerance", justify="right")
-    table.add_column("ok")
-    table.add_column("note", overflow="fold")
+    # In a narrow terminal names and notes fold; a number cut short would say nothing.
+    table.add_column("quantity", overflow="fold")
+    table.add_column("largest difference", justify="right", no_wrap=True)
+    table.add_column("tolerance", justify="right", no_wrap=True)
+    table.add_column("ok", no_wrap=True)
+    table.add_column("note", overflow="fold", min_width=12)
     for line in lines:
         said = "[green]yes[/green]" if line["ok"] else "[bold red]NO[/bold red]"
         table.add_row(
@@ -217,6 +240,18 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
         return args.dp
     ep = max(1, _size(args, "ep"))
     return ep // math.gcd(ep, max(1, _size(args, "cp")))
+
+
+def _run_data_parallel_size(run: RunConfig, replica: int) -> int:
+    """Replicas of a config's own layout on the processes that there are, or that it asks for. `ValueError`
+    where they do not factor; a config that leaves nproc at 1 is for a launcher of its own and has one.
+    """
+    from rlcore.cli import launch
+    from rlcore.config_rules import data_parallel_size
+
+    if launch.is_rank(os.environ):
+        return data_parallel_size(run, launch.world_size(os.environ))
+    return data_parallel_size(run, replica if run.nproc == 1 else run.nproc)
 
 
 def _microbatches(args: argparse.Namespace, multiple: int) -> int:

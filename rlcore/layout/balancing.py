@@ -34,19 +34,8 @@ def balance(
 
     `ValueError` for a row without tokens, one that does not fit the budget, and too few bins.
     """
-    multiple, total_multiple = length_multiples(cp_size, tp_size)
-    padded = [-(-int(length) // multiple) * multiple for length in length_s]
-    # A row's T is rounded up to the multiple: below this load that never passes the budget.
-    capacity = token_budget // total_multiple * total_multiple
-    for row, length in enumerate(length_s):
-        if int(length) < 1:
-            raise ValueError(f"sequence {row} has {int(length)} tokens: expected at least 1. Leave it out.")
-        if padded[row] > capacity:
-            raise ValueError(
-                f"sequence {row} has {int(length)} tokens, {padded[row]} with padding: the token budget of "
-                f"{token_budget} holds rows of at most {capacity}. Raise the token budget to at least "
-                f"{-(-padded[row] // total_multiple) * total_multiple}, or shorten rollout.max_new_tokens."
-            )
+    padded, capacity = _padded_and_capacity(length_s, token_budget, cp_size, tp_size)
+    check_fits(length_s, token_budget, cp_size=cp_size, tp_size=tp_size)
     order = sorted(range(len(padded)), key=lambda row: (-padded[row], row))
     fewest = _best_fit(order, padded, capacity)
     wanted = len(fewest) if num_bins is None else num_bins
@@ -59,6 +48,26 @@ def balance(
     fitting = [bins for bins in candidates if _largest(bins, padded) <= capacity]
     best = min(fitting, key=lambda bins: _largest(bins, padded))
     return [sorted(rows) for rows in best] + [[] for _ in range(wanted - len(best))]
+
+
+def check_fits(
+    length_s: Sequence[int] | torch.Tensor, token_budget: int, *, cp_size: int = 1, tp_size: int = 1
+) -> None:
+    """`ValueError` naming the first row without tokens, or that does not fit the budget. As `balance`, which
+    calls it.
+    """
+    padded, capacity = _padded_and_capacity(length_s, token_budget, cp_size, tp_size)
+    for row, length in enumerate(length_s):
+        if int(length) < 1:
+            raise ValueError(f"sequence {row} has {int(length)} tokens: expected at least 1. Leave it out.")
+        if padded[row] > capacity:
+            total_multiple = length_multiples(cp_size, tp_size)[1]
+            raise ValueError(
+                f"sequence {row} has {int(length)} tokens, {padded[row]} with padding: "
+                f"train.token_budget={token_budget} holds rows of at most {capacity}. Raise the token budget "
+                f"to at least {-(-padded[row] // total_multiple) * total_multiple}, or shorten "
+                "rollout.max_new_tokens."
+            )
 
 
 def plan_microbatches(
@@ -91,13 +100,24 @@ def plan_microbatches(
         raise error
     if failed or bins is None:
         raise ValueError(
-            f"another data-parallel rank has a sequence that the token budget of {token_budget} does not "
-            "hold; its own error names it. Raise the token budget."
+            "another data-parallel rank has a sequence without tokens, or one that does not fit "
+            f"train.token_budget={token_budget}; its own error names it."
         )
     num_bins = -(-num_bins // count_multiple) * count_multiple
     if num_bins == len(bins):
         return bins
     return balance(length_s, token_budget, num_bins, cp_size=cp_size, tp_size=tp_size)
+
+
+def _padded_and_capacity(
+    length_s: Sequence[int] | torch.Tensor, token_budget: int, cp_size: int, tp_size: int
+) -> tuple[list[int], int]:
+    """Padded length of every row, and what a bin holds: a row's T is rounded up to the multiple, and below
+    this load that never passes the budget.
+    """
+    multiple, total_multiple = length_multiples(cp_size, tp_size)
+    padded = [-(-int(length) // multiple) * multiple for length in length_s]
+    return padded, token_budget // total_multiple * total_multiple
 
 
 def _best_fit(order: Sequence[int], padded: Sequence[int], capacity: int) -> list[list[int]]:

@@ -92,5 +92,5 @@ def _too_long(rank, world_size):
 
 def test_a_sequence_over_the_budget_on_one_rank_stops_all():
     own, other = run_ranks(_too_long, 2)
-    assert "sequence 1 has 9 tokens" in own and "token budget of 8" in own
-    assert "another data-parallel rank" in other and "token budget of 8" in other
+    assert "sequence 1 has 9 tokens" in own and "train.token_budget=8" in own
+    assert "another data-parallel rank" in other and "train.token_budget=8" in other

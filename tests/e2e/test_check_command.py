@@ -79,7 +79,7 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*launcher, str(script))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.count("MISMATCH: 3 of") == 1, done.stdout
+    assert done.stdout.count("MISMATCH: 4 of") == 1, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,15 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
         (["--dp", "0"], "dp=0: expected a count of at least 1"),
         (["--token-budget", "8"], "12 tokens"),
         (["--config-name", "nowhere"], "--config-name nowhere: no such file"),
+        (["--tp", "2", "parallel.sequence_parallel=true"], "parallel.sequence_parallel=true: the layout is"),
+        (["--dp", "2", "parallel.tp=2"], "Write --tp instead"),
+        (["--sp", "parallel.sequence_parallel=false"], "Write --sp instead"),
+        (["nproc=6"], "nproc=6 processes do not factor into model replicas of parallel.tp=2 x parallel.pp=2"),
+        (
+            ["--json", "nowhere/check.json"],
+            "--json nowhere/check.json: expected a file in a folder that exis",
+        ),
+        (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "3 microbatches per optimizer step"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -140,6 +149,24 @@ def test_the_layout_of_a_config_and_one_by_sizes():
     assert layout.packs and layout.token_budget == 64
 
 
+def test_under_a_launcher_the_configs_layout_takes_its_processes(monkeypatch):
+    """As `rlcore train` does: the config's nproc counts for ranks that the command starts itself."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    _, layout = check_command.check_problem_of(parse(["check", "nproc=1"]))
+    assert (layout.tp, layout.pp, layout.dp) == (2, 2, 2)
+    monkeypatch.delenv("RANK")
+    _, layout = check_command.check_problem_of(parse(["check", "nproc=1"]))
+    assert (layout.tp, layout.pp, layout.dp) == (2, 2, 1), "a config for a launcher of its own"
+
+
+def test_the_budget_of_the_check_is_its_tiny_batchs():
+    """Not one that the run's longest response must fit."""
+    words = ["check", "--token-budget", "24", "rollout.max_new_tokens=60", "model.max_position_embeddings=64"]
+    _, layout = check_command.check_problem_of(parse(words))
+    assert layout.packs and layout.token_budget == 24
+
+
 def test_the_report_says_no_and_returns_1(tmp_path, capsys):
     assert report([GOOD], "a layout") == 0
     assert "matches" in capsys.readouterr().out
@@ -148,6 +175,19 @@ def test_the_report_says_no_and_returns_1(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "NO" in said and "inf" in said and "MISMATCH: 1 of 2" in said
     assert [line["largest"] for line in json.loads(file.read_text())["lines"]] == [1e-7, None]
+
+
+def test_a_narrow_terminal_shows_whole_numbers(capsys, monkeypatch):
+    """80 columns, a long name: no number is cut."""
+    from rich import console
+
+    name = "gradient layers.*.block_sparse_moe.experts.*.w1.weight"
+    line = {**GOOD, "quantity": name, "note": "stage 1: decoder.layers.0.mlp.experts"}
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(console.Console, "is_terminal", True)
+    assert report([line], "a layout") == 0
+    said = capsys.readouterr().out
+    assert "1.0e-07" in said and "2.0e-05" in said and "yes" in said and "\u2026" not in said
 
 
 @pytest.mark.parametrize(

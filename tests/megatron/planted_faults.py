@@ -21,9 +21,13 @@ from tests.megatron.planted_model_faults import (
     experts_reduced_like_dense_weights,
     gradient_of_later_chunks_scaled,
     gradient_of_one_tp_rank_scaled,
+    last_norm_of_tp_rank_1_scaled,
     layers_of_a_rank_in_a_row,
     norms_not_summed_over_tp,
+    reference_of_other_weights,
     tied_embedding_not_summed,
+    tied_head_of_the_last_stage_scaled,
+    tp_shards_counted_as_copies,
 )
 
 
@@ -263,6 +267,8 @@ TP2PP2VPP2 = {"tp": 2, "pp": 2, "vpp": VPP}
 # The test's config is dense, so the tiny model is given experts.
 EP2 = {"dp": 2, "ep": 2, "adds_experts": True}
 
+EVERY_COPY = "gradient, every rank's own copy"
+
 FAULTS = {
     "wrong_cp_factor": (wrong_cp_factor, PP2CP2, "loss scale"),
     "dp_size_left_out": (dp_size_left_out, DP2CP2, "loss scale"),
@@ -295,6 +301,10 @@ FAULTS = {
         "gradient layers.*.mlp.down_proj.weight",
     ),
     "tied_embedding_not_summed": (tied_embedding_not_summed, TP2PP2_SP, "gradient embed_tokens.weight"),
+    "last_norm_of_tp_rank_1_scaled": (last_norm_of_tp_rank_1_scaled, TP2PP2_SP, EVERY_COPY),
+    "tied_head_of_the_last_stage_scaled": (tied_head_of_the_last_stage_scaled, TP2PP2_SP, EVERY_COPY),
+    "tp_shards_counted_as_copies": (tp_shards_counted_as_copies, TP2PP2_SP, "metrics"),
+    "reference_of_other_weights": (reference_of_other_weights, TP2PP2_SP, "reference logprob"),
     "expert_gradients_scaled_by_ep": (expert_gradients_scaled_by_ep, EP2, "loss scale"),
     "experts_reduced_like_dense_weights": (
         experts_reduced_like_dense_weights,

@@ -123,3 +123,63 @@ def tied_embedding_not_summed():
 
     module = sys.modules[_function.__module__]
     return mock.patch.object(module, "_allreduce_word_embedding_grads", lambda *args: None)
+
+
+def _after_finalisation(change):
+    """`change(name, parameter, groups)` for every parameter once its gradient is whole."""
+    from megatron_worker import worker
+    from megatron_worker.groups import parallel_groups
+
+    right = worker.finalize_model_grads
+
+    def planted(model, *args, **named):
+        right(model, *args, **named)
+        for chunk in model:
+            for name, parameter in chunk.named_parameters():
+                change(name, parameter, parallel_groups())
+
+    return mock.patch.object(worker, "finalize_model_grads", planted)
+
+
+def last_norm_of_tp_rank_1_scaled():
+    """TP rank 1 gets half of the last norm's gradient: the copies drift apart. Rank 0's is right."""
+    return _after_finalisation(
+        lambda name, parameter, groups: (
+            parameter.main_grad.mul_(0.5) if "final_layernorm" in name and groups.tp_rank == 1 else None
+        )
+    )
+
+
+def tied_head_of_the_last_stage_scaled():
+    """The last stage gets half of the gradient of its tied copy of the embedding; the first's is right."""
+    return _after_finalisation(
+        lambda name, parameter, groups: parameter.main_grad.mul_(0.5) if "output_layer" in name else None
+    )
+
+
+def tp_shards_counted_as_copies():
+    """Megatron's mark of what TP cuts is missing: the gradient norm leaves the other ranks' shards out."""
+    return _with_model(
+        lambda name, parameter, groups: (
+            setattr(parameter, "tensor_model_parallel", False)
+            if hasattr(parameter, "tensor_model_parallel")
+            else None
+        )
+    )
+
+
+def reference_of_other_weights():
+    """The last stage's share of the frozen reference is not the run's initial policy."""
+    from megatron_worker.worker import MegatronWorker
+
+    right, num_built = MegatronWorker._new_chunks, [0]
+
+    def planted(self):
+        chunks = right(self)
+        num_built[0] += 1
+        if num_built[0] == 2 and self.groups.is_last_stage:
+            for parameter in chunks[-1].parameters():
+                parameter.data.mul_(1.5)
+        return chunks
+
+    return mock.patch.object(MegatronWorker, "_new_chunks", planted)

@@ -275,6 +275,7 @@ def run_broken(rank, world_size, batch, wraps):
     """A NaN weight on the last stage of one replica, in a schedule of the job's own: `finish`'s message."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_worker.forward_step import LossContract
     from megatron_worker.guest import GuestWorker
 
     with foreign_job(1, 2, 1, False) as (stage, groups, _):
@@ -283,7 +284,8 @@ def run_broken(rank, world_size, batch, wraps):
         model = in_ddp(stage) if wraps else stage
         if not wraps:
             stage.config.finalize_model_grads_func = None
-        worker = GuestWorker(model, objective(1), VOCAB_SIZE)
+        contract = None if wraps else LossContract(averages=True)
+        worker = GuestWorker(model, objective(1), VOCAB_SIZE, contract=contract)
         prepared = worker.prepare(rows_of(batch, groups.dp_rank, groups.dp_size))
         reports = get_forward_backward_func()(**prepared.schedule(), model=[model], forward_only=False)
         try:
@@ -326,6 +328,7 @@ def run_refused(rank, world_size, batch):
     """Each message of the table, then what a batch and a missing optimizer or reference are told."""
     from megatron_worker.forward_step import LossContract
     from megatron_worker.guest import GuestWorker
+    from megatron_worker.loss_scale import check_loss_scale
 
     def message_of(call, *arguments, **named):
         try:
@@ -355,20 +358,31 @@ def run_refused(rank, world_size, batch):
             for name, value in before.items():
                 setattr(stage.config, name, value)
             stage.parallel_output = True
-        worker = GuestWorker(stage, {"loss": {"kl_coef": 0.1}}, VOCAB_SIZE)
+        messages.append(message_of(GuestWorker(stage, {}, VOCAB_SIZE).prepare, batch))
+        contract = LossContract(averages=True)
+        worker = GuestWorker(stage, {"loss": {"kl_coef": 0.1}}, VOCAB_SIZE, contract=contract)
         unscored = dataclasses.replace(batch, old_logprob_sl=None, keep_old_sl=None)
         messages.append(message_of(worker.prepare, unscored))
         messages.append(message_of(worker.prepare, batch))
         messages.append(message_of(worker.train_step, batch))
         messages.append(message_of(worker.reference_logprobs, batch))
         messages.append(message_of(worker.save, "/tmp"))
+        for averages in (False, None):
+            contract = LossContract(averages=averages)
+            worker = GuestWorker(in_ddp(stage), objective(1), VOCAB_SIZE, contract=contract)
+            messages.append(message_of(check_loss_scale, worker.scale_probe()))
     return messages
 
 
 def test_what_the_job_has_to_change_is_named_on_every_rank(batch):
     wanted = [message for _, _, message in REFUSED]
+    wanted.append(
+        "2 data- x context-parallel ranks. Pass the wrapped model, or contract=LossContract(averages"
+    )
     wanted += ["the batch has none: score the batch", "reads reference logprobs, and the batch has none"]
     wanted += ["given no optimizer", "given no reference policy", "belongs to your job"]
+    # The self-test of a job whose contract is wrong about Megatron's average over two replicas, and right.
+    wanted += ["gradients are 0.5 times what the loss says", "went through"]
     for messages in run_ranks(run_refused, 4, batch):
         assert len(messages) == len(wanted)
         for message, part in zip(messages, wanted, strict=True):

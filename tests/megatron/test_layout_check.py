@@ -146,6 +146,22 @@ def test_the_problem_holds_every_kind_of_token():
 @pytest.mark.parametrize(
     "words",
     [
+        ("sampling.top_p=0.99",),
+        ("sampling.top_p=null", "sampling.min_p=0.05"),
+    ],
+    ids=str,
+)
+def test_a_filter_that_keeps_a_uniform_vocabulary_cuts_the_tiny_one(words):
+    """Otherwise every token is kept, and a layout with a broken support would pass."""
+    metrics = cached_reference((("tp", 2),), ("sampling.top_k=null", *words)).step.metrics
+    dropped = metrics["tokens/dropped_keep"] + metrics["tokens/dropped_keep_old"]
+    assert metrics["tokens/dropped_keep"] > 0
+    assert 0.1 < dropped / metrics["tokens/valid"] < 0.8
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         ("loss.policy=gspo", "loss.aggregation=seq_mean_token_mean"),
         ("loss.actor_denominator=retained_exact", "loss.kl_coef=0"),
         ("importance.correction=tis", "importance.cap=1.1"),

@@ -92,7 +92,7 @@ def fewest(padded, budget, total_multiple):
 
 
 def test_what_does_not_fit_is_named():
-    with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens, 12 with padding: the token budget of 10"):
+    with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens, 12 with padding: train.token_budget=10"):
         balance([3, 9], 10, cp_size=2)
     with pytest.raises(ValueError, match=r"Raise the token budget to at least 12"):
         balance([3, 9], 10, cp_size=2)

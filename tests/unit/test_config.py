@@ -130,6 +130,10 @@ def test_every_field_is_documented():
             {"rollout": {"max_new_tokens": 64}},
             r"rollout.max_new_tokens=64 leaves no room.*model.max_position_embeddings=64",
         ),
+        (
+            {"rollout": {"max_new_tokens": 40}, "train": {"token_budget": 40}},
+            r"train.token_budget=40 does not hold a sequence of rollout.max_new_tokens=40 and its prompt.*41",
+        ),
         ({"model": {**MODEL, "num_query_groups": 0}}, r"model.num_query_groups=0: expected a count"),
         ({"model": {**MODEL, "num_query_groups": -2}}, r"model.num_query_groups=-2: expected a count"),
         ({"model": {**MODEL, "num_query_groups": 3}}, r"model.num_query_groups=3"),
@@ -215,6 +219,16 @@ def test_a_world_that_does_not_fit(sections, world_size, message):
     config = load(**sections)
     with pytest.raises(ConfigError, match=message):
         check_world(config, world_size)
+
+
+def test_a_token_budget_leaves_microbatch_size_out():
+    """12 sequences over 2 replicas: no multiple of the microbatch size of 8 that plays no part."""
+    step = {"rollout": {"prompts_per_step": 6, "samples_per_prompt": 2}}
+    check_world(load(**step, train={"token_budget": 64}), 2)
+    with pytest.raises(ConfigError, match=r"train.microbatch_size=8 x 2 data-parallel ranks = 16"):
+        check_world(load(**step), 2)
+    with pytest.raises(ConfigError, match=r"3 sequences per optimizer step .* over 2 data-parallel ranks"):
+        check_world(load(**step, train={"token_budget": 64, "minibatch_size": 3}), 2)
 
 
 def test_a_model_folder_must_be_one(tmp_path):
