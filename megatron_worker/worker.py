@@ -27,7 +27,7 @@ from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
 from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
-from megatron_worker.microbatches import check_splits, join_scores, split_batch
+from megatron_worker.microbatches import check_splits, common_count, join_scores, split_batch
 from megatron_worker.model_setup import build_chunks, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
@@ -299,12 +299,15 @@ class MegatronWorker:
         raise_together(error, self.groups.world, self.device)
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
-        """The microbatches of a batch that was checked."""
+        """The microbatches of a batch that was checked. Collective over DP where it packs or has experts to
+        share.
+        """
         parallel, train = self.config.parallel, self.config.train
         multiple = parallel.tp if parallel.sequence_parallel else 1
         how = (multiple, weights, self.spec.penalises, parallel.microbatch_multiple)
         if train.token_budget is None:
-            return split_batch(batch, train.microbatch_size, *how)
+            count = common_count(batch, train.microbatch_size, self.groups, parallel.microbatch_multiple)
+            return split_batch(batch, train.microbatch_size, *how, least_count=count)
         return pack_batch(batch, train.token_budget, self.groups, *how)
 
     def _join(
@@ -330,6 +333,13 @@ class MegatronWorker:
                 f"a batch of sequences padded to {longest} tokens, and the model has {positions} positions. "
                 "Lower "
                 "rollout.max_new_tokens, use shorter prompts, or raise model.max_position_embeddings."
+            )
+        wrong_s = (batch.length_s < 1) | (batch.length_s > longest)
+        if bool(wrong_s.any()):
+            row = int(wrong_s.nonzero()[0])
+            raise ValueError(
+                f"length_s of sample {row} is {int(batch.length_s[row])}: expected 1 to {longest}, the "
+                "columns of ids_sl. Leave out sequences without tokens, and cut ids and length alike."
             )
         position_sl = torch.arange(longest, device=batch.ids_sl.device).expand_as(batch.ids_sl)
         unpredicted_sl = (position_sl == 0) | (position_sl >= batch.length_s[:, None])
