@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -190,8 +191,10 @@ def unequal_on_rank(rank, world_size, config, batch, cuts):
     worker = MegatronWorker(config)
     try:
         rows = cuts[worker.groups.dp_rank]
-        own = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        own = TrainBatch(**{name: None if value is None else value[rows] for name, value in own.items()})
+        given: dict[str, Any] = {
+            field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)
+        }
+        own = TrainBatch(**{name: value if value is None else value[rows] for name, value in given.items()})
         scores = worker.logprobs(own)
         return rows, scores, worker.train_step(own), gradients_by_name(worker)
     finally:
