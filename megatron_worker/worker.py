@@ -96,6 +96,8 @@ class MegatronWorker:
         self.optimizer, self.scheduler = build_optimizer(self.chunks, config.optimizer, steps)
         self.chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
+        # Hooks of autograd nodes hold the chunks, unseen by the garbage collector: chunks must not hold those.
+        self._open.callback(self._let_go)
         self.decoder = MegatronDecoder(self.chunks, self.arch, config.parallel, self.groups)
         if config.train.check_loss_scale:
             check_loss_scale(self.scale_probe())
@@ -268,6 +270,16 @@ class MegatronWorker:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
         self._open.close()
 
+    def _let_go(self) -> None:
+        """Cuts what would keep a closed worker's model and process groups alive."""
+        self.chunks[0].config.grad_scale_func = None
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                dispatcher = getattr(module, "token_dispatcher", None)
+                for name, value in vars(dispatcher).items() if dispatcher is not None else ():
+                    if torch.is_tensor(value):
+                        setattr(dispatcher, name, None)
+
     def _check_inputs(self, batch: TrainBatch) -> None:
         """What the loss reads of the old policy and of the reference is there."""
         loss = self.config.loss
@@ -299,9 +311,7 @@ class MegatronWorker:
         raise_together(error, self.groups.world, self.device)
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
-        """The microbatches of a batch that was checked. Collective over DP where it packs or has experts to
-        share.
-        """
+        """The microbatches of a batch that was checked. Collective over DP with packing or shared experts."""
         parallel, train = self.config.parallel, self.config.train
         multiple = parallel.tp if parallel.sequence_parallel else 1
         how = (multiple, weights, self.spec.penalises, parallel.microbatch_multiple)

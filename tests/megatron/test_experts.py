@@ -191,10 +191,9 @@ def unequal_on_rank(rank, world_size, config, batch, cuts):
     worker = MegatronWorker(config)
     try:
         rows = cuts[worker.groups.dp_rank]
-        given: dict[str, Any] = {
-            field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)
-        }
-        own = TrainBatch(**{name: value if value is None else value[rows] for name, value in given.items()})
+        given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        cut: dict[str, Any] = {name: None if value is None else value[rows] for name, value in given.items()}
+        own = TrainBatch(**cut)
         scores = worker.logprobs(own)
         return rows, scores, worker.train_step(own), gradients_by_name(worker)
     finally:

@@ -5,6 +5,8 @@ reference.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 
 import pytest
 import torch
@@ -111,3 +113,18 @@ def test_a_length_that_the_columns_do_not_hold_is_named_on_every_rank(token_budg
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, token_budget=token_budget))
     for said in run_ranks(refused_on_rank, 2, config, batch, length, timeout_s=60):
         assert f"length_s of sample 0 is {length}: expected 1 to 12" in said
+
+
+def threads_on_rank(rank, world_size):
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_closed_worker_ends_its_process_groups(batch):
+    """Each group has threads, and a worker sixteen groups. What Megatron's own caches hold is one of them."""
+    config = make_config("dp2+distopt", 2)
+    counts = []
+    for _ in range(3):
+        run_ranks(train_on_rank, 2, config, batch)
+        counts.append(run_ranks(threads_on_rank, 2)[0])
+    assert counts[2] - counts[1] < 12, counts
