@@ -96,7 +96,7 @@ class MegatronWorker:
         self.optimizer, self.scheduler = build_optimizer(self.chunks, config.optimizer, steps)
         self.chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
-        # Hooks of autograd nodes hold the chunks, unseen by the garbage collector: chunks must not hold those.
+        # Autograd hooks hold chunks, unseen by the garbage collector: chunks must not hold what holds those.
         self._open.callback(self._let_go)
         self.decoder = MegatronDecoder(self.chunks, self.arch, config.parallel, self.groups)
         if config.train.check_loss_scale:
@@ -311,7 +311,7 @@ class MegatronWorker:
         raise_together(error, self.groups.world, self.device)
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
-        """The microbatches of a batch that was checked. Collective over DP with packing or shared experts."""
+        """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
         parallel, train = self.config.parallel, self.config.train
         multiple = parallel.tp if parallel.sequence_parallel else 1
         how = (multiple, weights, self.spec.penalises, parallel.microbatch_multiple)
