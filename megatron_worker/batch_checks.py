@@ -106,20 +106,3 @@ def check_same_batch(batch: TrainBatch, groups: ParallelGroups, device: torch.de
 
 def _places(value: torch.Tensor) -> torch.Tensor:
     return torch.arange(1, value.numel() + 1, device=value.device)
-
-
-def check_equal_counts(num_microbatches: int, groups: ParallelGroups, device: torch.device | str) -> None:
-    """`ValueError` on every rank where replicas that exchange tokens in every forward (expert parallelism)
-    would run different numbers of microbatches, and wait for each other for ever.
-
-    Collectives: with expert parallelism one all-gather of a number over DP.
-    """
-    if groups.ep_size == 1:
-        return
-    counts = all_gather(torch.tensor(num_microbatches, device=device), groups.dp).tolist()
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"the data-parallel ranks have {counts} microbatches, and with parallel.ep={groups.ep_size} they "
-            "wait for each other in every one. Set train.token_budget, which gives all equally many, or give "
-            "all ranks equally many sequences."
-        )

@@ -30,19 +30,22 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def forget_forward(chunk: torch.nn.Module) -> None:
-    """Drops what would keep the chunk and its process groups, with their threads, for ever: tensors of the
-    last forward in experts' dispatchers, whose autograd graph holds the chunk by way of hooks that no garbage
-    collector sees, and frequencies that rotary embeddings cache by context-parallel group.
+def let_go(model: Model) -> None:
+    """Cuts what would keep the chunks of a closed worker and their process groups, with threads each, for
+    ever. Autograd hooks hold a chunk unseen by the garbage collector, so the chunk must not hold what holds
+    those: the optimizer, nor the tensors that experts' dispatchers keep of the last forward. And rotary
+    embeddings cache their frequencies by context-parallel group.
     """
     clear = getattr(RotaryEmbedding.forward, "cache_clear", None)
     if clear is not None:
         clear()
-    for module in chunk.modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
-        for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
-            if torch.is_tensor(value):
-                setattr(dispatcher, name, None)
+    for chunk in chunks_of(model):
+        chunk.config.grad_scale_func = None
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            for name, value in list(vars(dispatcher).items()) if dispatcher is not None else ():
+                if torch.is_tensor(value):
+                    setattr(dispatcher, name, None)
 
 
 def parameters_of(model: Model) -> Iterator[torch.nn.Parameter]:

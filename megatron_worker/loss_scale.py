@@ -22,6 +22,7 @@ In a Megatron job of your own, before its first step, on every rank:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,6 @@ from rlcore.layout.packing import length_multiples
 
 TOLERANCE = 0.01
 """Largest relative error of a right scale: bfloat16 rounds to 2^-8."""
-NUM_PACKED = 2
-"""Microbatches of the test where the data decides how many a step has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,8 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
     train = config.train
     minibatch = train.minibatch_size or config.sequences_per_step
     count = max(1, minibatch // (train.microbatch_size * groups.dp_size))
-    count = count if train.token_budget is None else NUM_PACKED
+    if train.token_budget is not None:
+        count = telling_count(groups, config.parallel.microbatch_multiple)
     ids_sl = torch.zeros(count, 2, dtype=torch.int64, device=device)
     batch = TrainBatch(
         ids_sl=ids_sl,
@@ -190,6 +190,14 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
     multiple = length_multiples(groups.cp_size, tp_size)[1]
     budget = -(-2 // multiple) * multiple
     return pack_batch(batch, budget, groups, tp_size, count_multiple=count_multiple)
+
+
+def telling_count(groups: ParallelGroups, count_multiple: int) -> int:
+    """Microbatches of the test where the data decides how many a step has: more than one, and not the number
+    of ranks of anything, or a factor left out would make up for another one left in.
+    """
+    sizes = {1, groups.cp_size, groups.dp_size, groups.cp_size * groups.dp_size, groups.ep_size}
+    return next(count for count in itertools.count(count_multiple, count_multiple) if count not in sizes)
 
 
 def _toy_step(probe: ScaleProbe, weights: Sequence[list[torch.nn.Parameter]]) -> Callable:

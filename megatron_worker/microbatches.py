@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from rlcore.batch import Microbatch, TrainBatch
+from rlcore.collectives import all_reduce_
+from rlcore.groups import ParallelGroups
 from rlcore.ops.penalties import PenaltyTokens
 from rlcore.step_weights import StepWeights
 
@@ -41,6 +43,21 @@ def num_microbatches(batch: TrainBatch, microbatch_size: int, count_multiple: in
     return -(-batch.num_sequences // rows) * count_multiple
 
 
+def common_count(
+    batch: TrainBatch, microbatch_size: int, groups: ParallelGroups, count_multiple: int = 1
+) -> int:
+    """How many padded microbatches this rank runs: its own number, or with expert parallelism the largest of
+    all replicas. Those exchange tokens in every forward, so one that stopped earlier would leave the others
+    waiting.
+
+    Collectives: with expert parallelism one all-reduce (max) of a number over `groups.dp`, else none.
+    """
+    count = num_microbatches(batch, microbatch_size, count_multiple)
+    if groups.ep_size == 1:
+        return count
+    return int(all_reduce_(torch.tensor(count, device=batch.ids_sl.device), "max", groups.dp))
+
+
 def padded_length(batch: TrainBatch, length_multiple: int) -> int:
     """The batch's padded length L, raised to a multiple (of TP under sequence parallelism)."""
     return -(-batch.ids_sl.shape[1] // length_multiple) * length_multiple
@@ -63,16 +80,19 @@ def split_batch(
     weights: StepWeights | None = None,
     counts_penalties: bool = False,
     count_multiple: int = 1,
+    least_count: int = 1,
 ) -> list[Microbatch]:
     """Microbatches of equal shape, in the batch's order. Filler rows have zero masks and sample index -1.
 
     `weights`: what the loss reads of each token; None for a scoring pass. `counts_penalties`: prepare the
     tokens that repetition, presence and frequency penalties count. `count_multiple`: the number of
-    microbatches is a multiple of it. Raises as `check_splits`.
+    microbatches is a multiple of it. `least_count`: and no less than this (see `common_count`). Raises as
+    `check_splits`.
     """
     check_splits(batch)
     length = padded_length(batch, length_multiple)
-    rows = num_microbatches(batch, microbatch_size, count_multiple) * microbatch_size
+    count = max(num_microbatches(batch, microbatch_size, count_multiple), least_count)
+    rows = count * microbatch_size
     ids_sl = _pad(batch.ids_sl, rows, length, 0)
     sample_mask_s = _pad(batch.sample_mask_s[:, None], rows, 1, False)
     index_s = _pad(torch.arange(batch.num_sequences, device=ids_sl.device)[:, None], rows, 1, -1)

@@ -13,8 +13,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
-from megatron_worker.batch_checks import check_equal_counts, check_same_batch, check_scores, check_trains
-from megatron_worker.chunks import forget_forward
+from megatron_worker.batch_checks import check_same_batch, check_scores, check_trains
+from megatron_worker.chunks import let_go
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
@@ -29,7 +29,7 @@ from megatron_worker.groups import destroy_parallel, initialize_parallel
 from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
 from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
-from megatron_worker.microbatches import join_scores, split_batch
+from megatron_worker.microbatches import common_count, join_scores, split_batch
 from megatron_worker.model_setup import build_chunks, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
@@ -99,6 +99,7 @@ class MegatronWorker:
         self.optimizer, self.scheduler = build_optimizer(self.chunks, config.optimizer, steps)
         self.chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self.chunks[0].config.grad_scale_func = self.optimizer.scale_loss
+        self._open.callback(let_go, self.chunks)
         self.decoder = MegatronDecoder(self.chunks, self.arch, config.parallel, self.groups)
         if config.train.check_loss_scale:
             check_loss_scale(self.scale_probe())
@@ -269,8 +270,6 @@ class MegatronWorker:
 
     def close(self) -> None:
         """Leaves the process groups and the CPU backend. The worker cannot be used afterwards."""
-        for chunk in self.chunks:
-            forget_forward(chunk)
         self._open.close()
 
     def _check_batch_together(self, batch: TrainBatch, trains: bool = False) -> None:
@@ -299,13 +298,12 @@ class MegatronWorker:
         return self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
-        """The microbatches of a batch that was checked."""
+        """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
         train, count_multiple = self.config.train, self.config.parallel.microbatch_multiple
         how = (self._length_multiple, weights, self.spec.penalises, count_multiple)
         if train.token_budget is None:
-            microbatches = split_batch(batch, train.microbatch_size, *how)
-            check_equal_counts(len(microbatches), self.groups, self.device)
-            return microbatches
+            count = common_count(batch, train.microbatch_size, self.groups, count_multiple)
+            return split_batch(batch, train.microbatch_size, *how, least_count=count)
         return pack_batch(batch, train.token_budget, self.groups, *how)
 
     def _join(

@@ -54,6 +54,19 @@ def dp_size_left_out():
     )
 
 
+def schedule_left_out():
+    """Only the average over data and context parallel ranks is cancelled: with as many microbatches as CP
+    ranks the schedule's two factors hide each other.
+    """
+    from megatron_worker import forward_step
+
+    return mock.patch.object(
+        forward_step,
+        "cancel_megatron_scaling",
+        lambda loss, num_microbatches, dp_size, cp_size, contract: loss * (dp_size * cp_size),
+    )
+
+
 def microbatches_left_out():
     """The schedule's division by the number of microbatches is not cancelled."""
     from megatron_worker import forward_step
@@ -272,6 +285,7 @@ EVERY_COPY = "gradient, every rank's own copy"
 FAULTS = {
     "wrong_cp_factor": (wrong_cp_factor, PP2CP2, "loss scale"),
     "dp_size_left_out": (dp_size_left_out, DP2CP2, "loss scale"),
+    "schedule_left_out": (schedule_left_out, DP2CP2, "loss scale"),
     "microbatches_left_out": (microbatches_left_out, DP2CP2, "loss scale"),
     "targets_shifted_after_the_split": (targets_shifted_after_the_split, PP2CP2, "logprob"),
     "targets_shifted_after_packing": (targets_shifted_after_packing, PACKED_SP, "metrics"),

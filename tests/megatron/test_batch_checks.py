@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.megatron.test_guest import (
     VOCAB_SIZE,
@@ -108,23 +107,3 @@ def test_the_ranks_of_a_replica_need_one_batch():
         assert "different ids_sl" in ids and "data-parallel rank" in ids
         assert "different sample_mask_s" in mask
         assert same == "went through"
-
-
-def counts_on_rank(rank, world_size, counts):
-    from megatron_worker.batch_checks import check_equal_counts
-    from rlcore.groups import ParallelGroups
-
-    dense = ParallelGroups(dp=dist.group.WORLD)
-    check_equal_counts(counts[rank], dense, torch.device("cpu"))
-    try:
-        check_equal_counts(counts[rank], ParallelGroups(dp=dist.group.WORLD, ep=dist.group.WORLD), "cpu")
-    except ValueError as error:
-        return str(error)
-    return "went through"
-
-
-def test_replicas_that_share_experts_run_equally_many_microbatches():
-    """They would wait for each other until the time-out."""
-    assert run_ranks(counts_on_rank, 2, [3, 3]) == ["went through"] * 2
-    for message in run_ranks(counts_on_rank, 2, [3, 2]):
-        assert "[3, 2] microbatches" in message and "train.token_budget" in message

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
+from rlcore.batch import TrainBatch
 from tests.megatron.expert_cases import (
     EXPERT_LAYOUTS,
     MARGIN,
@@ -14,9 +18,11 @@ from tests.megatron.expert_cases import (
     mixtral_folder,
 )
 from tests.megatron.layout_cases import (
+    BUDGETS,
     TOLERANCE,
     assert_same,
     assert_same_metrics,
+    gradients_by_name,
     make_batch,
     perturbed,
     reference_step,
@@ -129,7 +135,6 @@ def test_scores_do_not_depend_on_the_layout(layout, folder, expert_batch):
 
 def test_clipping_sees_the_norm_of_all_experts(folder, expert_batch, alone):
     """A step clipped to a hundredth moves weights as the clipped gradient of one rank does."""
-    import dataclasses
 
     def clipped(layout):
         config = expert_config(layout, 1, hf_path=folder, kl_coef=0.1)
@@ -177,3 +182,40 @@ def guest_on_rank(rank, world_size, config, batch):
 def test_a_guest_reads_the_expert_groups_of_its_job(folder, expert_batch):
     config = expert_config("ep2", 2, hf_path=folder)
     assert run_ranks(guest_on_rank, 2, config, expert_batch[0]) == [(True, 2)] * 2
+
+
+def unequal_on_rank(rank, world_size, config, batch, cuts):
+    """Scores and a step where each replica has another number of sequences."""
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        rows = cuts[worker.groups.dp_rank]
+        given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        cut: dict[str, Any] = {name: None if value is None else value[rows] for name, value in given.items()}
+        own = TrainBatch(**cut)
+        scores = worker.logprobs(own)
+        return rows, scores, worker.train_step(own), gradients_by_name(worker)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_replicas_with_unequal_numbers_of_sequences_do_not_wait_for_each_other(
+    packed, folder, expert_batch, alone
+):
+    """Six sequences against two, in microbatches of two: three and one, and the others' tokens need the
+    experts of the one that has no more."""
+    batch, expected = expert_batch
+    config = expert_config("ep2", 2, hf_path=folder, kl_coef=0.1)
+    budget = BUDGETS[4] if packed else None
+    train = dataclasses.replace(config.train, microbatch_size=2, token_budget=budget)
+    config = dataclasses.replace(config, train=train)
+    cuts = [slice(0, 6), slice(6, 8)]
+    for rows, scores, result, gradients in run_ranks(unequal_on_rank, 2, config, batch, cuts, timeout_s=60):
+        assert torch.equal(scores.keep_sl, expected.keep_sl[rows])
+        kept_sl = scores.keep_sl & batch.token_mask_sl[rows]
+        difference = (scores.logprob_sl - expected.logprob_sl[rows])[kept_sl]
+        assert kept_sl.any() and float(difference.abs().max()) < 1e-5
+        assert_same_metrics(result, alone[0], packed)
+        assert_same(gradients, alone[1], packed)

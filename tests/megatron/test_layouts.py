@@ -16,6 +16,7 @@ from tests.megatron.layout_cases import (
     assert_same_metrics,
     make_config,
     reference_step,
+    share,
     train_on_rank,
 )
 from tests.rank_pool import run_ranks
@@ -82,3 +83,31 @@ def _save(rank, world_size, config, path):
     finally:
         worker.close()
     return path
+
+
+def refused_on_rank(rank, world_size, config, batch, length):
+    """What a rank says when a sequence of replica 1 alone claims that many tokens."""
+    from megatron_worker.worker import MegatronWorker
+
+    worker = MegatronWorker(config)
+    try:
+        own = share(batch, worker.groups.dp_rank, worker.groups.dp_size)
+        if worker.groups.dp_rank == 1:
+            length_s = torch.cat([torch.tensor([length]), own.length_s[1:]])
+            mask_sl = own.token_mask_sl & (torch.arange(len(length_s)) > 0)[:, None]
+            own = dataclasses.replace(own, length_s=length_s, token_mask_sl=mask_sl)
+        with pytest.raises(ValueError) as caught:
+            worker.logprobs(own)
+        return str(caught.value)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("length", [0, 13])
+@pytest.mark.parametrize("token_budget", [None, 44])
+def test_a_length_that_the_columns_do_not_hold_is_named_on_every_rank(token_budget, length, batch):
+    """A packed row could not be built of it on that rank alone, and the others would wait."""
+    config = make_config("dp2", 2)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, token_budget=token_budget))
+    for said in run_ranks(refused_on_rank, 2, config, batch, length, timeout_s=60):
+        assert f"length_s of sample 0 is {length}: expected 1 to 12" in said

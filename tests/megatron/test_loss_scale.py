@@ -65,7 +65,18 @@ def test_every_regime_has_factor_one(layout, regime):
     config = scale_config(layout, per_token=regime == "per_token")
     world_size = LAYOUTS[layout][0]
     for factors, count in run_ranks(factors_on_rank, world_size, config, regime, 1.0):
-        assert count == 2 and factors == pytest.approx([1.0] * world_size, abs=1e-6)
+        # Packed, the test chooses: not the number of CP or DP ranks.
+        assert count == (3 if "cp2" in layout else 2)
+        assert factors == pytest.approx([1.0] * world_size, abs=1e-6)
+
+
+def test_two_errors_of_one_size_do_not_make_up_for_each_other():
+    """A loss function that cancels the average over DP x CP alone: the schedule's factor of CP and its
+    division by the microbatches stay. With as many of those as CP ranks, gradients would come out right.
+    """
+    for layout, cancelled, expected in (("pp2cp2", 2, 2 / 3), ("dp2cp2", 4, 2 / 3)):
+        for factors, _ in run_ranks(factors_on_rank, 4, scale_config(layout), "plain", cancelled):
+            assert factors == pytest.approx([expected] * 4, abs=1e-6), layout
 
 
 @pytest.mark.parametrize("regime", CONTRACTS)
@@ -75,7 +86,7 @@ def test_the_factor_is_measured_not_only_judged(regime):
         assert factors == pytest.approx([3.0] * 4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "num_microbatches", "expected"), [("pp2dp2", 4, 8), ("pp2cp2", 2, 2)])
+@pytest.mark.parametrize(("layout", "num_microbatches", "expected"), [("pp2dp2", 4, 8), ("pp2cp2", 2, 3)])
 def test_a_loss_function_that_cancels_nothing(layout, num_microbatches, expected):
     """Two values: the schedule multiplies by CP and divides by the microbatches, the average divides by
     DP x CP; what is left is 1 / (microbatches x DP)."""

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 CONFIGS = {
     "dense, cp2": (2, make_config("cp2", 2)),
+    "distributed optimizer": (2, make_config("dp2+distopt", 2)),
     "experts, ep2": (EXPERT_LAYOUTS["ep2"][0], expert_config("ep2", 2)),
 }
 
