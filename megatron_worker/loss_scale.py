@@ -168,11 +168,13 @@ def reduced_gradient(model: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.device) -> list[Microbatch]:
-    """As many microbatches as a step of the run has, of one sequence of two tokens each."""
+    """One microbatch where a step of the run has one, else a few, of one sequence of two tokens each: a large
+    model's start must not take as long as a step of hundreds.
+    """
     train = config.train
     minibatch = train.minibatch_size or config.sequences_per_step
-    count = max(1, minibatch // (train.microbatch_size * groups.dp_size))
-    if train.token_budget is not None:
+    count = 1
+    if train.token_budget is not None or minibatch > train.microbatch_size * groups.dp_size:
         count = telling_count(groups, config.parallel.microbatch_multiple)
     ids_sl = torch.zeros(count, 2, dtype=torch.int64, device=device)
     batch = TrainBatch(
@@ -193,8 +195,8 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
 
 
 def telling_count(groups: ParallelGroups, count_multiple: int) -> int:
-    """Microbatches of the test where the data decides how many a step has: more than one, and not the number
-    of ranks of anything, or a factor left out would make up for another one left in.
+    """Microbatches of the test: more than one, and not the number of ranks of anything, or a factor left out
+    would make up for another one left in.
     """
     sizes = {1, groups.cp_size, groups.dp_size, groups.cp_size * groups.dp_size, groups.ep_size}
     return next(count for count in itertools.count(count_multiple, count_multiple) if count not in sizes)
@@ -223,11 +225,12 @@ def _toy_step(probe: ScaleProbe, weights: Sequence[list[torch.nn.Parameter]]) ->
 
 
 def _weight(rank: int, index: int) -> int:
-    return 1 + (rank + index) % 3
+    # The sum over microbatches differs from rank to rank, however many there are: a reduction left out shows.
+    return 1 + rank % 5 + index % 3
 
 
 def _num_tokens(rank: int, index: int) -> int:
-    return 1 + (rank + 2 * index) % 4
+    return 1 + rank % 3 + index % 2
 
 
 def _closed_form(probe: ScaleProbe, weight: torch.nn.Parameter) -> float:
