@@ -8,13 +8,11 @@ import math
 import pytest
 import torch
 
-from rlcore.batch import TrainBatch
 from rlcore.config import ImportanceConfig
 from rlcore.config_rules import check_run_config
 from rlcore.masks import WHY_LEFT
 from tests.megatron.layout_cases import (
     LAYOUTS,
-    MODEL,
     NUM_SEQUENCES,
     assert_same,
     gradients_by_name,
@@ -152,63 +150,6 @@ def _break_gradient(rank, world_size, config, batch):
 @pytest.mark.parametrize("layout", ["tp1", "pp2dp2"])
 def test_a_broken_gradient_under_a_finite_loss_is_refused_on_all_ranks(layout, batch):
     assert all(run_ranks(_break_gradient, LAYOUTS[layout][0], make_config(layout, 2), batch, timeout_s=60))
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2pp2"])
-def test_what_the_model_cannot_take_is_named_on_every_rank(layout, batch):
-    """An id outside the vocabulary (which a sharded embedding would read as zeros), too long a batch, and
-    tokens that nothing predicts: a denominator would count them and no term.
-    """
-    first_sl = batch.token_mask_sl.clone()
-    row = int(batch.sample_mask_s.nonzero()[0, 0])
-    first_sl[row, 0] = True
-    short_s = batch.length_s.clone()
-    short_s[row] = int(batch.token_mask_sl[row].nonzero()[-1, 0])
-    ids_sl = batch.ids_sl.clone()
-    ids_sl[1, 2] = MODEL["vocab_size"]
-    wide_sl = torch.zeros(NUM_SEQUENCES, 40).long()
-    too_long = TrainBatch(
-        ids_sl=wide_sl,
-        length_s=batch.length_s,
-        token_mask_sl=wide_sl.bool(),
-        sample_mask_s=batch.sample_mask_s,
-        advantage_sl=wide_sl.float(),
-        sampler_logprob_sl=wide_sl.float(),
-    )
-    cases = (
-        (dataclasses.replace(batch, ids_sl=ids_sl), "id 21 of sample 1"),
-        (too_long, "40 tokens"),
-        (
-            dataclasses.replace(batch, token_mask_sl=first_sl),
-            f"token_mask_sl of sample {row} counts position 0",
-        ),
-        (
-            dataclasses.replace(batch, length_s=short_s),
-            f"token_mask_sl of sample {row} counts position {int(short_s[row])} of",
-        ),
-    )
-    config, batches = make_config(layout, 2), [broken for broken, _ in cases]
-    for said in run_ranks(_refusals, LAYOUTS[layout][0], config, batches, timeout_s=60):
-        for text, (_, message) in zip(said, cases, strict=True):
-            assert message in text
-
-
-def _refusals(rank, world_size, config, batches):
-    """What scoring each batch says on this rank."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker, said = MegatronWorker(config), []
-    try:
-        for batch in batches:
-            try:
-                worker.logprobs(share(batch, worker.groups.dp_rank, worker.groups.dp_size))
-            except ValueError as error:
-                said.append(str(error))
-            else:
-                said.append("nothing")
-        return said
-    finally:
-        worker.close()
 
 
 def test_the_retained_denominator_needs_keep_old(batch):
