@@ -313,7 +313,9 @@ def compiled_passes() -> Passes:
         def run(logits_tv: torch.Tensor, row_u: torch.Tensor | None, *arguments: object) -> torch.Tensor:
             flags = tuple(a for a in arguments if not isinstance(a, torch.Tensor))
             compiled = _compile_pass(pass_rows, row_u is not None, logits_tv.dtype, flags)
-            return compiled(logits_tv, row_u, *arguments)
+            # A mode of the caller (Megatron's CPU backend is one) would cut the graph at every operation.
+            with torch._C.DisableTorchFunction():
+                return compiled(logits_tv, row_u, *arguments)
 
         return run
 
