@@ -72,7 +72,9 @@ def evaluate(core: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> 
         # Bytes go in and out of compiled code: loops that load or store bools are not vectorised on the CPU
         # (measured: ten times slower).
         inputs.append(argument.view(torch.uint8) if kinds[-1] == "bool" else argument)
-    outputs = _compiled(core, tuple(kinds))(*inputs)
+    # As in `passes`: outside the caller's modes, which would cut the graph.
+    with torch._C.DisableTorchFunction():
+        outputs = _compiled(core, tuple(kinds))(*inputs)
     return tuple(output.view(torch.bool) if output.dtype == torch.uint8 else output for output in outputs)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rlcore.ops.passes import EAGER, Passes, Wanted, compiled_passes
+from rlcore.ops.pointwise import COMPILE_FROM_TOKENS, evaluate
 
 # More than the eight versions after which the compiler would run a shared code object eagerly.
 NUM_SHAPES = 3
@@ -51,3 +53,41 @@ def test_many_shapes_and_dtypes_stay_compiled_and_agree_with_the_eager_passes():
                     torch.testing.assert_close(
                         got, expected, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-5
                     )
+
+
+class _Spy(TorchFunctionMode):
+    """Sees every torch function that is called under it, as a mode that redirects devices does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_caller_does_not_cut_the_graph():
+    """The mode would split the compiled loop at each operation, until the compiler gives up and runs all of
+    it eagerly (seen: five times slower in a Megatron worker on the CPU). It sees reads of dtype and device only.
+    """
+    passes = compiled_passes()
+    logits_tv, one_t = torch.randn(4, 200), torch.ones(4)
+    max_t = logits_tv.amax(dim=1)
+    expected = EAGER.exp_sums(logits_tv, None, one_t, max_t, max_t, False)
+    with _Spy() as spy:
+        got = passes.exp_sums(logits_tv, None, one_t, max_t, max_t, False)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-5)
+    assert {func.__name__ for func in spy.seen} <= {"__get__", "device"}
+
+
+def test_a_mode_of_the_caller_does_not_cut_a_loss():
+    value_t = torch.randn(COMPILE_FROM_TOKENS)
+    with _Spy() as spy:
+        (got_t,) = evaluate(_doubled, value_t)
+    assert torch.equal(got_t, value_t * 2.0)
+    assert "mul" not in " ".join(func.__name__ for func in spy.seen)
+
+
+def _doubled(value_t):
+    return (value_t * 2.0,)
