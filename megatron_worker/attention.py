@@ -2,7 +2,7 @@
 parallelism, grouped queries. On a GPU with Transformer Engine its own attention is used instead; that path
 has not run with packed rows or CP.
 
-How to run a `GPTModel` of `megatron_worker.model_setup.build_model` on a packed microbatch, with or without
+How to run a `GPTModel` of `megatron_worker.model_setup.build_chunks` on a packed microbatch, with or without
 CP (checked against megatron-core 0.16.1, rotary embeddings unfused):
 
     tp_size = groups.tp_size if sequence_parallel else 1

@@ -43,7 +43,7 @@ class MegatronDecoder:
         self._max_length = 0
         self._context: StaticInferenceContext | None = None
         self._caches = not parallel.sequence_parallel and groups.cp_size == 1
-        self._sp_size = groups.tp_size if parallel.sequence_parallel else 1
+        self._sp_size = parallel.sp_size
 
     def start_decoding(self, num_sequences: int, max_length: int) -> None:
         """Forgets earlier state and makes room for `[num_sequences, max_length]` tokens.

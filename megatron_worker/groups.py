@@ -17,17 +17,15 @@ from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.groups import ParallelGroups
 
 
-def initialize_parallel(
-    parallel: ParallelConfig, device_type: DeviceType, seed: int = 0, cp_size: int = 1
-) -> ParallelGroups:
+def initialize_parallel(parallel: ParallelConfig, device_type: DeviceType, seed: int = 0) -> ParallelGroups:
     """Starts torch.distributed, unless it runs, and Megatron's parallel state; returns this rank's groups.
 
     Experts are cut by `parallel.ep` over data x context parallel ranks and, like every other weight, by
     `parallel.tp` (Megatron's default, an expert tensor parallel size of TP).
 
     Ranks come from torchrun's environment; without it the process is a world of one. On the CPU a
-    `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. `cp_size` ranks share
-    each sequence. Collective over all ranks.
+    `cpu_backend` context must be open. `seed` seeds Megatron's dropout generators. Collective over
+    all ranks.
 
     Raises `ValueError`, on every rank, when the world size does not factor or a Megatron job exists already.
     """
@@ -41,14 +39,14 @@ def initialize_parallel(
             "job, or destroy_parallel() first."
         )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    _check_factors(parallel, cp_size, world_size)
+    _check_factors(parallel, world_size)
     if not dist.is_initialized():
         _start_torch_distributed(parallel, device_type, world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=cp_size,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         # Megatron declares whole minutes and hands the number to timedelta, which takes fractions.
         distributed_timeout_minutes=parallel.timeout_s / 60,  # pyright: ignore[reportArgumentType]
@@ -117,15 +115,15 @@ def _replica_group(timeout: timedelta | None) -> Group:
     return own
 
 
-def _check_factors(parallel: ParallelConfig, cp_size: int, world_size: int) -> None:
-    replica = parallel.tp * parallel.pp * cp_size
+def _check_factors(parallel: ParallelConfig, world_size: int) -> None:
+    replica = parallel.tp * parallel.pp * parallel.cp
     if world_size % replica:
         raise ValueError(
             f"{world_size} processes do not factor into model replicas of parallel.tp={parallel.tp} x "
-            f"parallel.pp={parallel.pp} x cp_size={cp_size} = {replica}. Start a multiple of {replica}, or "
-            "change one of them."
+            f"parallel.pp={parallel.pp} x parallel.cp={parallel.cp} = {replica}. Start a multiple of "
+            f"{replica}, or change one of them."
         )
-    check_expert_ranks(parallel.ep, world_size // replica, cp_size)
+    check_expert_ranks(parallel.ep, world_size // replica, parallel.cp)
 
 
 def _start_torch_distributed(parallel: ParallelConfig, device_type: DeviceType, world_size: int) -> None:

@@ -144,10 +144,10 @@ def bare_chunks(chunks: Sequence[Any]) -> list[Any]:
             f"virtual_pipeline_model_parallel_size={model_config.virtual_pipeline_model_parallel_size}, but "
             f"the chunks given have vp_stage {given}. Pass the list of all of this rank's chunks, in order."
         )
-    group_size = model_config.microbatch_group_size_per_vp_stage
-    if expected > 1 and group_size != model_config.pipeline_model_parallel_size:
+    in_turn = model_config.microbatch_group_size_per_vp_stage
+    if expected > 1 and in_turn != model_config.pipeline_model_parallel_size:
         raise ValueError(
-            f"microbatch_group_size_per_vp_stage={group_size}: the worker cuts a batch into multiples of the "
+            f"microbatch_group_size_per_vp_stage={in_turn}: the worker cuts a batch into multiples of the "
             f"pipeline size, {model_config.pipeline_model_parallel_size}. Leave it out of your "
             "TransformerConfig."
         )

@@ -185,8 +185,7 @@ def tiny_microbatches(config: RunConfig, groups: ParallelGroups, device: torch.d
         advantage_sl=ids_sl.float(),
         sampler_logprob_sl=ids_sl.float(),
     )
-    tp_size = config.parallel.tp if config.parallel.sequence_parallel else 1
-    count_multiple = config.parallel.microbatch_multiple
+    tp_size, count_multiple = config.parallel.sp_size, config.parallel.microbatch_multiple
     if train.token_budget is None:
         return split_batch(batch, 1, tp_size, count_multiple=count_multiple)
     multiple = length_multiples(groups.cp_size, tp_size)[1]

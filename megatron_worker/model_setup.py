@@ -64,7 +64,6 @@ def transformer_config(
     parallel: ParallelConfig,
     dtype: DtypeName,
     per_token_loss: bool = False,
-    cp_size: int = 1,
     variable_lengths: bool = False,
 ) -> TransformerConfig:
     """Megatron's config of this architecture and layout. `ValueError` when the layout does not divide the
@@ -93,7 +92,7 @@ def transformer_config(
         # Of two ranks each sends to the other both ways: only transfers of their own keep them apart.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
-        context_parallel_size=cp_size,
+        context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=torch_dtype(dtype),
         pipeline_dtype=torch_dtype(dtype),
@@ -173,19 +172,6 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
         check_expert_sequence_parallel(parallel.tp, parallel.sequence_parallel)
 
 
-def build_model(
-    arch: Architecture,
-    parallel: ParallelConfig,
-    dtype: DtypeName,
-    groups: ParallelGroups,
-    per_token_loss: bool = False,
-    variable_lengths: bool = False,
-) -> GPTModel:
-    """The only chunk of a layout without virtual stages. See `build_chunks`."""
-    (model,) = build_chunks(arch, parallel, dtype, groups, per_token_loss, variable_lengths)
-    return model
-
-
 def build_chunks(
     arch: Architecture,
     parallel: ParallelConfig,
@@ -201,7 +187,7 @@ def build_chunks(
     `variable_lengths`: microbatches differ in T, so pipeline stages tell each other the shape first.
     """
     # One config for all of them: Megatron's schedules read that of the first chunk.
-    config = transformer_config(arch, parallel, dtype, per_token_loss, groups.cp_size, variable_lengths)
+    config = transformer_config(arch, parallel, dtype, per_token_loss, variable_lengths)
     return [_build_chunk(arch, parallel, config, groups, index) for index in range(parallel.vpp)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_worker.schedule import schedule_arguments, shape_of
 from rlcore.batch import Microbatch
 from rlcore.step_weights import StepWeights
 
@@ -42,11 +43,5 @@ class PreparedStep:
 
     def schedule(self) -> dict[str, Any]:
         """Arguments of `get_forward_backward_func()(...)`, by name; `model` and `forward_only` are yours."""
-        rows, length = self.microbatches[0].input_ids_bl.shape
-        return {
-            "forward_step_func": self.forward_step,
-            "data_iterator": [iter(self.microbatches) for _ in range(self.num_chunks)],
-            "num_microbatches": len(self.microbatches),
-            "seq_length": length,
-            "micro_batch_size": rows,
-        }
+        shape = shape_of(self.microbatches)
+        return schedule_arguments(self.forward_step, self.microbatches, shape, self.num_chunks)

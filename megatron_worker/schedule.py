@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_worker.chunks import num_stages, stage_of
+from rlcore.batch import Microbatch
 from rlcore.collectives import name_failure
 from rlcore.groups import ParallelGroups
 
@@ -34,15 +35,31 @@ def run_schedule(
     kind = "forward" if forward_only else "forward-backward"
     with name_failure(f"Megatron's {kind} schedule of {len(data)} microbatches", None):
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(data) for _ in chunks],
+            **schedule_arguments(forward_step, data, shape, len(chunks)),
             model=list(chunks),
-            num_microbatches=len(data),
-            seq_length=shape[1],
-            micro_batch_size=shape[0],
             forward_only=forward_only,
             collect_non_loss_data=collect,
         )
+
+
+def schedule_arguments(
+    forward_step: Callable, data: Sequence[Any], shape: tuple[int, int], num_chunks: int
+) -> dict[str, Any]:
+    """What a schedule reads of a step, by Megatron's names: each chunk has an iterator of its own."""
+    rows, length = shape
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": [iter(data) for _ in range(num_chunks)],
+        "num_microbatches": len(data),
+        "seq_length": length,
+        "micro_batch_size": rows,
+    }
+
+
+def shape_of(microbatches: Sequence[Microbatch]) -> tuple[int, int]:
+    """Rows and tokens of the first microbatch, as the schedules want them."""
+    rows, length = microbatches[0].input_ids_bl.shape
+    return rows, length
 
 
 def forward_once(

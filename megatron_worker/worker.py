@@ -34,7 +34,7 @@ from megatron_worker.model_setup import build_chunks, wrap_ddp
 from megatron_worker.optimizer_setup import build_optimizer
 from megatron_worker.packed_microbatches import pack_batch, unpack_scores
 from megatron_worker.prepared_step import PreparedStep
-from megatron_worker.schedule import run_schedule
+from megatron_worker.schedule import run_schedule, shape_of
 from megatron_worker.step_safety import broken_message, refuse_broken_step
 from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import name_failure, raise_together
@@ -73,7 +73,7 @@ class MegatronWorker:
         self.device = torch.device(device_type)
         # A job that had torch.distributed before keeps it when this worker closes.
         starts_distributed = not torch.distributed.is_initialized()
-        self.groups = initialize_parallel(config.parallel, device_type, config.seed, config.parallel.cp)
+        self.groups = initialize_parallel(config.parallel, device_type, config.seed)
         self._open.callback(destroy_parallel, torch_distributed=starts_distributed)
         hf_path = config.model.hf_path
         self.arch = (
@@ -124,7 +124,6 @@ class MegatronWorker:
     def scale_probe(self) -> ScaleProbe:
         """The loss-scale self-test of this run: its own chunks, loss contract and number of microbatches."""
         data = tiny_microbatches(self.config, self.groups, self.device)
-        rows, length = data[0].input_ids_bl.shape
 
         def loss_return(loss: torch.Tensor, num_tokens: torch.Tensor) -> tuple:
             return self.contract.scaled(loss, num_tokens, {}, len(data), self.groups)
@@ -133,7 +132,7 @@ class MegatronWorker:
             model=self.chunks,
             groups=self.groups,
             data=data,
-            shape=(rows, length),
+            shape=shape_of(data),
             run_stage=self.head.run,
             loss_return=loss_return,
         )
@@ -169,7 +168,7 @@ class MegatronWorker:
         microbatches = self._split(batch)
         step = make_scoring_step(spec, self.head)
         parts: list[TokenLogprobs] = run_schedule(
-            chunks, step, microbatches, _shape(microbatches), forward_only=True, collect=True
+            chunks, step, microbatches, shape_of(microbatches), forward_only=True, collect=True
         )
         values, error = None, None
         if self.groups.is_last_stage:
@@ -201,7 +200,7 @@ class MegatronWorker:
         self.optimizer.zero_grad()
         microbatches = prepared.microbatches
         reports: list[LossReport] = run_schedule(
-            self.chunks, prepared.forward_step, microbatches, _shape(microbatches)
+            self.chunks, prepared.forward_step, microbatches, shape_of(microbatches)
         )
         refusal = self.refusal(reports)
         if refusal is not None:
@@ -280,7 +279,7 @@ class MegatronWorker:
                 check_trains(batch, self.config.loss)
             check_scores(batch, self.num_positions, self.head.vocab_size)
             if budget is not None:
-                sizes = {"cp_size": self.groups.cp_size, "tp_size": self._length_multiple}
+                sizes = {"cp_size": self.groups.cp_size, "tp_size": self.config.parallel.sp_size}
                 check_fits(batch.length_s.cpu(), budget, **sizes)
         except ValueError as cause:
             error = cause
@@ -292,15 +291,11 @@ class MegatronWorker:
             error = cause
         raise_together(error, self.groups.world, self.device)
 
-    @property
-    def _length_multiple(self) -> int:
-        """What sequence parallelism cuts tokens by; 1 without."""
-        return self.config.parallel.tp if self.config.parallel.sequence_parallel else 1
-
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
-        train, count_multiple = self.config.train, self.config.parallel.microbatch_multiple
-        how = (self._length_multiple, weights, self.spec.penalises, count_multiple)
+        train, parallel = self.config.train, self.config.parallel
+        count_multiple = parallel.microbatch_multiple
+        how = (parallel.sp_size, weights, self.spec.penalises, count_multiple)
         if train.token_budget is None:
             count = common_count(batch, train.microbatch_size, self.groups, count_multiple)
             return split_batch(batch, train.microbatch_size, *how, least_count=count)
@@ -342,9 +337,3 @@ class MegatronWorker:
                 row = int(microbatch.sample_index_t[broken_t][0])
                 return ValueError(broken_message("logits", [(self.groups.dp_rank, row)]))
         return None
-
-
-def _shape(microbatches: Sequence[Microbatch]) -> tuple[int, int]:
-    """Rows and tokens of the first microbatch, as `run_schedule` wants them."""
-    rows, length = microbatches[0].input_ids_bl.shape
-    return rows, length

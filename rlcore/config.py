@@ -89,6 +89,11 @@ class ParallelConfig:
     """A collective that waits longer than this many seconds is an error on the waiting rank."""
 
     @property
+    def sp_size(self) -> int:
+        """What sequence parallelism cuts tokens by: tp; 1 without it."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def microbatch_multiple(self) -> int:
         """Microbatches of a step come in multiples of this: of pp with virtual stages."""
         return self.pp if self.vpp > 1 else 1

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,7 @@ import pytest
 from rlcore.cli import check_command, launch
 from rlcore.cli.check_command import layout_words, report
 from rlcore.cli.main import main, parse
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.commands import run_python
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
 
@@ -23,28 +19,12 @@ GOOD = {"quantity": "logprob", "largest": 1e-7, "tolerance": 2e-5, "ok": True, "
 BAD = {"quantity": "loss", "largest": math.inf, "tolerance": 1e-5, "ok": False, "note": "rank 3"}
 
 
-def run(*command: str) -> subprocess.CompletedProcess:
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    env["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=env,
-    )
-
-
 def test_a_layout_on_ranks_of_its_own(tmp_path):
     """Virtual stages, packed rows, an untied head: every line within its tolerance, in table and file."""
     file = tmp_path / "check.json"
     words = ["--pp", "2", "--vpp", "2", "--packed", "--json", str(file)]
     words += ["model.num_layers=4", "model.tie_word_embeddings=false"]
-    done = run("-m", "rlcore.cli", "check", *words)
+    done = run_python("-m", "rlcore.cli", "check", *words)
     assert done.returncode == 0, done.stderr
     assert "the layout matches one process." in done.stdout and "Warning" not in done.stderr
     assert "TP1 x PP2 x VPP2 x CP1 x DP1, 2 microbatches, packed rows" in done.stdout
@@ -58,7 +38,7 @@ def test_a_layout_on_ranks_of_its_own(tmp_path):
 def test_expert_parallelism_gives_a_dense_config_experts(tmp_path):
     """--ep 2 alone is two replicas; the title says what the tiny model is."""
     file = tmp_path / "check.json"
-    done = run("-m", "rlcore.cli", "check", "--ep", "2", "--json", str(file))
+    done = run_python("-m", "rlcore.cli", "check", "--ep", "2", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "TP1 x PP1 x CP1 x DP2, EP2, 2 microbatches" in done.stdout and "Warning" not in done.stderr
     found = json.loads(file.read_text())
@@ -77,7 +57,7 @@ def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
         "    main(['check', '--tp', '2'])\n"
     )
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(*launcher, str(script))
+    done = run_python(*launcher, str(script))
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("MISMATCH: 4 of") == 1, done.stdout
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.commands import ROOT, run_python
+
 EXAMPLE = ROOT / "examples" / "plug_into_megatron"
 MOST_LINES = 10
 
@@ -23,20 +20,8 @@ NUMBER = r"(-?\d+\.\d+(?:e-?\d+)?|nan|inf)"
 
 def run(script: str, num_ranks: int, *words: str) -> str:
     """Standard output of the script under torchrun."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLE / script), *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env=env,
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    done = run_python(*launcher, str(EXAMPLE / script), *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

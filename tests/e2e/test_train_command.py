@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.commands import run_python
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
 
@@ -25,13 +23,7 @@ TWO_RANKS += ["train.microbatch_size=16", "train.steps=3"]
 
 
 def rlcore(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "rlcore.cli", *words]
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=env
-    )
+    return run_python("-m", *launcher, *(("-m",) if launcher else ()), "rlcore.cli", *words)
 
 
 def lines(folder: Path) -> list[dict]:

@@ -60,12 +60,12 @@ def stage(parallel_values, cp_size, core_attention=None):
     from megatron_worker.hf_bridge import initialize_from_seed
     from rlcore.config import ParallelConfig
 
-    parallel, arch = ParallelConfig(backend="cpu", **parallel_values), tiny_architecture()
+    parallel, arch = ParallelConfig(backend="cpu", cp=cp_size, **parallel_values), tiny_architecture()
     attention = core_attention or model_setup.CausalAttention
     with cpu_backend("cpu"), mock.patch.object(model_setup, "CausalAttention", attention):
-        groups = initialize_parallel(parallel, "cpu", cp_size=cp_size)
+        groups = initialize_parallel(parallel, "cpu")
         try:
-            model = model_setup.build_model(arch, parallel, "float32", groups)
+            (model,) = model_setup.build_chunks(arch, parallel, "float32", groups)
             initialize_from_seed(model, arch, 7, groups)
             chunk = model_setup.wrap_ddp(model, parallel)
             model.config.finalize_model_grads_func = finalize_model_grads
@@ -120,7 +120,7 @@ def packed_step(rank, world_size, parallel_values, cp_size, bins=BINS, ids_sl=No
     lengths = LENGTHS[: ids_sl.shape[0]]
     with stage(parallel_values, cp_size) as (parallel, arch, groups, chunk):
         own = bins[groups.dp_rank :: groups.dp_size]
-        tp_size = parallel.tp if parallel.sequence_parallel else 1
+        tp_size = parallel.sp_size
         layouts = [PackedLayout.of_rows(lengths, rows, cp_size=cp_size, tp_size=tp_size) for rows in own]
         zigzags = [ZigZag.of_lengths(layout.padded_lengths, cp_size) for layout in layouts]
         forwards, weights = [], []

@@ -169,7 +169,7 @@ def _train(rank, world_size, parallel_values, model_values, steps):
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.groups import destroy_parallel, initialize_parallel
     from megatron_worker.hf_bridge import initialize_from_seed
-    from megatron_worker.model_setup import build_model, wrap_ddp
+    from megatron_worker.model_setup import build_chunks, wrap_ddp
     from megatron_worker.optimizer_setup import build_optimizer
     from rlcore.collectives import all_gather
     from rlcore.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -179,7 +179,7 @@ def _train(rank, world_size, parallel_values, model_values, steps):
     with cpu_backend("cpu") as device_type:
         groups = initialize_parallel(parallel, device_type)
         arch = architecture_from_config(ModelConfig(**TINY, **model_values), vocab_size)
-        model = build_model(arch, parallel, "float32", groups)
+        (model,) = build_chunks(arch, parallel, "float32", groups)
         initialize_from_seed(model, arch, 7, groups)
         chunk = wrap_ddp(model, parallel)
         model.config.finalize_model_grads_func = finalize_model_grads

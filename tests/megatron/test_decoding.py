@@ -89,7 +89,7 @@ def _wrong_calls(rank, world_size):
     from megatron_worker.decoding import MegatronDecoder
     from megatron_worker.groups import destroy_parallel, initialize_parallel
     from megatron_worker.hf_bridge import initialize_from_seed
-    from megatron_worker.model_setup import build_model
+    from megatron_worker.model_setup import build_chunks
     from rlcore.config import ParallelConfig
     from tests.megatron.stage_runner import tiny_architecture
 
@@ -97,7 +97,7 @@ def _wrong_calls(rank, world_size):
     with cpu_backend("cpu"):
         groups = initialize_parallel(parallel, "cpu")
         arch = tiny_architecture()
-        model = build_model(arch, parallel, "float32", groups)
+        (model,) = build_chunks(arch, parallel, "float32", groups)
         initialize_from_seed(model, arch, 5, groups)
         decoder = MegatronDecoder(model, arch, parallel, groups)
         decoder.start_decoding(2, 6)

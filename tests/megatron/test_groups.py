@@ -20,9 +20,8 @@ def _groups(rank, world_size, tp, pp, cp_size, ep=1):
     seen = []
     with cpu_backend("cpu"):
         for _ in range(2):
-            groups = initialize_parallel(
-                ParallelConfig(tp=tp, pp=pp, ep=ep, backend="cpu"), "cpu", cp_size=cp_size
-            )
+            parallel = ParallelConfig(tp=tp, pp=pp, cp=cp_size, ep=ep, backend="cpu")
+            groups = initialize_parallel(parallel, "cpu")
             names = ("tp", "pp", "cp", "dp", "dp_cp", "model", "ep", "expert_dp")
             handles = {name: getattr(groups, name) for name in names}
             ranks = {
@@ -76,10 +75,10 @@ def _refused(rank, world_size):
     from rlcore.config import ParallelConfig
 
     with cpu_backend("cpu"), pytest.raises(ValueError) as caught:
-        initialize_parallel(ParallelConfig(backend="cpu"), "cpu", cp_size=3)
+        initialize_parallel(ParallelConfig(cp=3, backend="cpu"), "cpu")
     return str(caught.value)
 
 
 def test_a_world_that_context_parallelism_does_not_divide_is_refused():
     for message in run_ranks(_refused, 2):
-        assert "2 processes do not factor" in message and "cp_size=3 = 3" in message
+        assert "2 processes do not factor" in message and "parallel.cp=3 = 3" in message

@@ -117,7 +117,7 @@ def foreign_job(tp: int, pp: int, cp: int, per_token: bool):
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.groups import destroy_parallel, parallel_groups
     from megatron_worker.hf_bridge import initialize_from_seed
-    from megatron_worker.model_setup import build_model
+    from megatron_worker.model_setup import build_chunks
     from rlcore.config import ModelConfig, ParallelConfig
 
     if str(EXAMPLE) not in sys.path:
@@ -136,7 +136,7 @@ def foreign_job(tp: int, pp: int, cp: int, per_token: bool):
                 stage = plain_training.model_provider(tp, pp)
             else:
                 # Megatron's own attention refuses context parallelism.
-                stage = build_model(arch, ParallelConfig(tp=tp, pp=pp, cp=cp), "float32", groups)
+                (stage,) = build_chunks(arch, ParallelConfig(tp=tp, pp=pp, cp=cp), "float32", groups)
                 stage.config.finalize_model_grads_func = finalize_model_grads
             stage.config.calculate_per_token_loss = per_token
             initialize_from_seed(stage, arch, SEED, groups)

@@ -31,7 +31,7 @@ def _build(rank, world_size, values, distributed_optimizer):
     from megatron_worker.architecture import architecture_from_config
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.groups import destroy_parallel, initialize_parallel
-    from megatron_worker.model_setup import build_model, wrap_ddp
+    from megatron_worker.model_setup import build_chunks, wrap_ddp
     from megatron_worker.optimizer_setup import build_optimizer
     from rlcore.config import ModelConfig, OptimizerConfig, ParallelConfig
 
@@ -41,9 +41,8 @@ def _build(rank, world_size, values, distributed_optimizer):
     )
     with cpu_backend("cpu") as device_type:
         groups = initialize_parallel(parallel, device_type)
-        chunk = wrap_ddp(
-            build_model(architecture_from_config(model, 11), parallel, "float32", groups), parallel
-        )
+        (stage,) = build_chunks(architecture_from_config(model, 11), parallel, "float32", groups)
+        chunk = wrap_ddp(stage, parallel)
         optimizer, scheduler = build_optimizer([chunk], OptimizerConfig(**values), STEPS)
         groups_of_adam = [
             {"betas": group["betas"], "eps": group["eps"], "weight_decay": group["weight_decay"]}

@@ -30,7 +30,7 @@ def _logprobs(rank, world_size, path, ids_sl, parallel_values):
     from megatron_worker.cpu_backend import cpu_backend
     from megatron_worker.groups import destroy_parallel, initialize_parallel
     from megatron_worker.hf_bridge import load_hf_weights
-    from megatron_worker.model_setup import build_model
+    from megatron_worker.model_setup import build_chunks
     from rlcore.config import ParallelConfig
     from tests.megatron.stage_runner import full_logits
 
@@ -38,7 +38,7 @@ def _logprobs(rank, world_size, path, ids_sl, parallel_values):
     with cpu_backend("cpu"):
         groups = initialize_parallel(parallel, "cpu")
         arch = architecture_from_hf(path)
-        model = build_model(arch, parallel, "float32", groups)
+        (model,) = build_chunks(arch, parallel, "float32", groups)
         load_hf_weights(model, arch, path, groups)
         logits = full_logits(model, arch, groups, ids_sl)
         leads = groups.tp_rank == 0

@@ -69,7 +69,8 @@ class _Spy(TorchFunctionMode):
 
 def test_a_mode_of_the_caller_does_not_cut_the_graph():
     """The mode would split the compiled loop at each operation, until the compiler gives up and runs all of
-    it eagerly (seen: five times slower in a Megatron worker on the CPU). It sees reads of dtype and device only.
+    it eagerly (seen: five times slower in a Megatron worker on the CPU). It sees reads of dtype
+    and device only.
     """
     passes = compiled_passes()
     logits_tv, one_t = torch.randn(4, 200), torch.ones(4)
