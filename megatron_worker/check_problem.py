@@ -15,7 +15,8 @@ from megatron_worker.architecture import Architecture, architecture_from_config,
 from megatron_worker.hf_bridge import INIT_STD
 from megatron_worker.model_setup import check_layout
 from rlcore.batch import ScoredTokens, TrainBatch
-from rlcore.config import ModelConfig, ParallelConfig, RunConfig, SamplingConfig
+from rlcore.config import ModelConfig, ParallelConfig, RunConfig
+from rlcore.config_rollout import SamplingConfig
 from rlcore.config_rules import check_microbatch_groups, check_run_config
 from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.layout.balancing import balance

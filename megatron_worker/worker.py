@@ -4,7 +4,7 @@ optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron_worker.forward_step import (
     make_train_step,
 )
 from megatron_worker.groups import destroy_parallel, initialize_parallel
-from megatron_worker.hf_bridge import initialize_from_seed, load_hf_weights, save_hf
+from megatron_worker.hf_bridge import export_hf_tensors, initialize_from_seed, load_hf_weights, save_hf
 from megatron_worker.loss_scale import ScaleProbe, check_loss_scale, tiny_microbatches
 from megatron_worker.microbatch_loss import LossReport, neutral_metrics
 from megatron_worker.microbatches import common_count, join_scores, split_batch
@@ -262,6 +262,10 @@ class MegatronWorker:
         if refusal is not None:
             raise ValueError(refusal.reason)
         return self.metrics(prepared, reports)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor on the host) of every weight. See `PolicyWorker`."""
+        return export_hf_tensors(self.chunks, self.arch, self.groups)
 
     def save(self, path: str) -> None:
         """Writes the policy as a Hugging Face folder."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rlcore.sampling_mask import SamplingMask
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -47,6 +49,12 @@ class Rollout:
     """`[S]` bool: the response ended by itself (end-of-text), not by the length limit."""
     group_id_s: torch.Tensor
     """`[S]` int64: `Prompt.group_id`."""
+    version_s: torch.Tensor
+    """`[S]` int64: steps that the policy had been trained for when it drew the response."""
+    sampling_mask: SamplingMask | None = None
+    """The ids that the sampler kept, `S x L` rows in the order of `ids_sl`, on the host; rows of prompt and
+    padding list none. None: the engine was not asked for them.
+    """
 
     @property
     def token_mask_sl(self) -> torch.Tensor:
@@ -87,12 +95,14 @@ class TrainBatch:
     """
     reference_logprob_sl: torch.Tensor | None = None
     """`[S, L]` float32: frozen reference policy, never truncated. None: no KL term."""
+    sampling_mask: SamplingMask | None = None
+    """`Rollout.sampling_mask`, where the config replays or audits it."""
 
     def __post_init__(self) -> None:
         num_sequences, length = self.ids_sl.shape
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None or field.name == "sampling_mask":
                 continue
             expected = (num_sequences,) if field.name.endswith("_s") else (num_sequences, length)
             if tuple(value.shape) != expected:
@@ -100,6 +110,11 @@ class TrainBatch:
                     f"TrainBatch.{field.name} has shape {tuple(value.shape)}; ids_sl says it must be "
                     f"{expected}."
                 )
+        if self.sampling_mask is not None and self.sampling_mask.num_rows != num_sequences * length:
+            raise ValueError(
+                f"TrainBatch.sampling_mask has {self.sampling_mask.num_rows} rows; ids_sl says it must have "
+                f"{num_sequences} x {length}."
+            )
         for name in ("token_mask_sl", "sample_mask_s", "keep_old_sl"):
             mask = getattr(self, name)
             if mask is not None and mask.dtype != torch.bool:

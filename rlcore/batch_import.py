@@ -147,7 +147,7 @@ def _train_batch(
     values: dict[str, torch.Tensor | None],
 ) -> TrainBatch:
     """Values outside the token mask become 0, a -inf old logprob inside it `keep_old` False."""
-    masked = {
+    masked: dict[str, Any] = {
         f"{name}_sl": torch.where(token_mask_sl, value_sl, 0.0)
         for name, value_sl in values.items()
         if value_sl is not None

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlcore.config_parse import parse_dataclass
+from rlcore.config_rollout import RolloutConfig, SamplingConfig, TaskConfig
 from rlcore.config_rules import check_run_config
-from rlcore.sampling import SamplingSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,58 +100,6 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """The one truncated distribution that the sampler draws from and the trainer scores under."""
-
-    temperature: float = 1.0
-    """See `SamplingSpec`."""
-    top_k: int | None = None
-    """See `SamplingSpec`."""
-    top_p: float | None = None
-    """See `SamplingSpec`."""
-    min_p: float = 0.0
-    """See `SamplingSpec`."""
-    ties: Literal["share", "all"] = "share"
-    """See `SamplingSpec`."""
-    repetition_penalty: float = 1.0
-    """See `SamplingSpec`."""
-    presence_penalty: float = 0.0
-    """See `SamplingSpec`."""
-    frequency_penalty: float = 0.0
-    """See `SamplingSpec`."""
-
-    def spec(self) -> SamplingSpec:
-        """The `SamplingSpec` of these fields."""
-        return SamplingSpec(**dataclasses.asdict(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How responses are drawn."""
-
-    engine: Literal["policy"] = "policy"
-    """`policy`: the embedded sampler, drawing from the Megatron policy itself."""
-    prompts_per_step: int = 16
-    """Prompts per step over the whole run (all data-parallel ranks)."""
-    samples_per_prompt: int = 8
-    """Responses per prompt: the size of an advantage group."""
-    max_new_tokens: int = 32
-    """Longest response, in tokens, end-of-text included; less than the model's positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """Prompts and rewards."""
-
-    name: str = "echo"
-    """`echo` (characters), `reasoning_gym/<dataset>`, or `package.module:factory` of your own."""
-    size: int = 1000
-    """Number of distinct prompts."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the task by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     """From rewards to advantages."""
 
@@ -204,8 +152,11 @@ class LossConfig:
     """`retained`: token & sample & keep_old. `valid`: token & sample. `retained_exact`: also without the
     tokens that only the current policy drops, counted by Megatron after the last forward.
     """
-    old_logprobs: Literal["recompute", "skip"] = "recompute"
-    """`skip`: no scoring pass before the update; for `on_policy` and `reinforce`, which have no ratio."""
+    old_logprobs: Literal["recompute", "sampler", "skip"] = "recompute"
+    """`recompute`: a scoring pass before the update. `sampler`: the rollout engine's own numbers instead; the
+    ratio then carries what the two engines differ by. `skip`: none; for `on_policy` and `reinforce`, which
+    have no ratio.
+    """
     kl_coef: float = 0.0
     """Weight of the reference KL (on unfiltered logprobs). 0 loads no reference policy."""
     kl_type: Literal["k1", "k2", "k3", "abs", "mse"] = "k3"

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -70,6 +70,10 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         if value is None and type(None) in choices:
             return None
         return _coerce(next(choice for choice in choices if choice is not type(None)), value, path)
+    if origin is Sequence:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(_coerce(choices[0], item, f"{path}[{index}]") for index, item in enumerate(value))
+        raise ConfigError(f"{path}={value!r}: expected a list.")
     if origin is not None and issubclass(origin, Mapping):
         if isinstance(value, Mapping):
             return dict(value)

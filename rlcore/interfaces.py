@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,12 @@ class PolicyWorker(Protocol):
 
     def train_step(self, batch: TrainBatch) -> StepResult:
         """One optimizer step. Collective."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor on the host) of every weight, on every rank, in model order,
+        without a tied head. Collective: every rank exhausts it.
+        """
         ...
 
     def save(self, path: str) -> None:
@@ -64,10 +70,18 @@ class DecodingModel(Protocol):
 class RolloutEngine(Protocol):
     """Draws responses."""
 
-    def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
-        """`samples_per_prompt` responses to each prompt, next to each other, in the order of the prompts.
-        Collective.
+    def update_weights(self, version: int) -> None:
+        """Draws from the policy's current weights from now on, those after `version` steps. Collective; not
+        between `begin` and `collect`. Raises on every rank where the engine may hold anything else.
         """
+        ...
+
+    def begin(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> None:
+        """Asks for `samples_per_prompt` responses to each prompt. Collective; `collect` follows."""
+        ...
+
+    def collect(self) -> Rollout:
+        """The responses, next to each other, in the order of the prompts. Collective."""
         ...
 
 

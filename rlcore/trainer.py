@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
@@ -26,6 +24,7 @@ from rlcore.masks import kl_mask, retained_mask
 from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_over, reduce_metrics
 from rlcore.ops.kl import MAX_LOG_RATIO, k3_of_log_ratio, kl_reward_penalty
 from rlcore.reward_groups import MAX_REWARD, group_rewards
+from rlcore.rollouts import Rollouts
 
 
 def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: Task, log: RunLog) -> None:
@@ -36,13 +35,11 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
     before any update.
     """
     groups = worker.groups
+    rollouts = Rollouts(config, worker, engine, task)
     num_refused = 0
     for step in range(config.train.steps):
         started = time.perf_counter()
-        prompts = own_prompts(task, step, config.rollout.prompts_per_step, groups, worker.device)
-        rollout = engine.generate(
-            prompts, config.rollout.samples_per_prompt, rollout_seed(config.seed, step, groups.dp_rank)
-        )
+        prompts, rollout = rollouts.take(step)
         reward_s = score(rollout, prompts, task, groups)
         selection = select_samples(
             reward_s,
@@ -65,7 +62,7 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
         ]
         finished = time.perf_counter()
 
-        own = step_metrics(rollout, batch, reward_s, selection)
+        own = step_metrics(step, rollout, batch, reward_s, selection)
         metrics = reduce_metrics(own, groups.dp, reward_s.device)
         metrics |= {
             "time/rollout_s": rolled_out - started,
@@ -77,60 +74,6 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
         log.step(step, metrics, updates)
         num_refused = refused_in_a_row(updates, num_refused, config.train.max_refused_updates)
         save_if_due(config, worker, step)
-
-
-def own_prompts(
-    task: Task, step: int, num_prompts: int, groups: ParallelGroups, device: torch.device | str = "cpu"
-) -> list[Prompt]:
-    """This data-parallel rank's share: whole prompts, so no advantage group is ever split across ranks.
-
-    A task that raises, or returns other prompts than it was asked for, raises on all ranks of the run.
-    """
-    prompts: list[Prompt] = []
-    error: ValueError | None = None
-    try:
-        prompts = all_prompts(task, step, num_prompts)
-        check_prompts(prompts, num_prompts, groups.dp_size)
-    except ValueError as cause:
-        error = cause
-    # Every rank waits here for all others, so none is left alone in a later collective.
-    raise_together(error, groups.world, device)
-    count = num_prompts // groups.dp_size
-    return prompts[groups.dp_rank * count : (groups.dp_rank + 1) * count]
-
-
-def all_prompts(task: Task, step: int, num_prompts: int) -> list[Prompt]:
-    """The prompts of all data-parallel ranks, or a `ValueError` that says what the task did."""
-    try:
-        return list(task.prompts(step, num_prompts))
-    except (Exception, SystemExit) as cause:
-        raise ValueError(
-            f"prompts of step {step}: the task raised {type(cause).__name__}: {cause}"
-        ) from cause
-
-
-def check_prompts(prompts: Sequence[Prompt], num_prompts: int, dp_size: int) -> None:
-    """The task gave as many prompts as it was asked for, each with an id of its own, or `ValueError`."""
-    if len(prompts) != num_prompts:
-        raise ValueError(
-            f"the task gave {len(prompts)} prompts, expected rollout.prompts_per_step={num_prompts}. Return "
-            "exactly as many as it is asked for, or set rollout.prompts_per_step."
-        )
-    if num_prompts < 1 or num_prompts % dp_size:
-        raise ValueError(
-            f"rollout.prompts_per_step={num_prompts} does not divide over {dp_size} data-parallel ranks."
-        )
-    id_, count = Counter(prompt.group_id for prompt in prompts).most_common(1)[0]
-    if count > 1:
-        raise ValueError(
-            f"{count} prompts have group_id={id_}: responses to different prompts would be compared. Give "
-            "each prompt of a step its own."
-        )
-
-
-def rollout_seed(seed: int, step: int, dp_rank: int) -> int:
-    """A seed in [0, 2^63) that no two steps and no two data-parallel ranks of a run share."""
-    return int(np.random.SeedSequence([seed, step, dp_rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def score(rollout: Rollout, prompts: Sequence[Prompt], task: Task, groups: ParallelGroups) -> torch.Tensor:
@@ -233,6 +176,7 @@ def build_batch(rollout: Rollout, sample_mask_s: torch.Tensor) -> TrainBatch:
         sample_mask_s=sample_mask_s,
         advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
         sampler_logprob_sl=rollout.sampler_logprob_sl,
+        sampling_mask=rollout.sampling_mask,
     )
 
 
@@ -246,6 +190,13 @@ def score_old_policy(config: RunConfig, worker: PolicyWorker, batch: TrainBatch)
             keep_old_sl=old.keep_sl,
             old_log_mass_sl=old.log_mass_sl,
             old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
+        )
+    elif config.loss.old_logprobs == "sampler":
+        # Every token was in the sampler's support when it was drawn; how much mass it cut is not known.
+        batch = dataclasses.replace(
+            batch,
+            old_logprob_sl=batch.sampler_logprob_sl,
+            keep_old_sl=~torch.isneginf(batch.sampler_logprob_sl),
         )
     if config.loss.kl_coef > 0:
         batch = dataclasses.replace(batch, reference_logprob_sl=worker.reference_logprobs(batch))
@@ -302,7 +253,7 @@ def minibatches(batch: TrainBatch, count: int) -> Iterator[TrainBatch]:
 
 
 def step_metrics(
-    rollout: Rollout, batch: TrainBatch, reward_s: torch.Tensor, selection: SampleSelection
+    step: int, rollout: Rollout, batch: TrainBatch, reward_s: torch.Tensor, selection: SampleSelection
 ) -> dict[str, Metric]:
     """What one rank knows about its share of a step, before any reduction.
 
@@ -318,6 +269,7 @@ def step_metrics(
         "response/length": Mean(length_s.sum(), len(reward_s)),
         "response/length_quantile": quantiles_over(length_s, every_s),
         "response/truncated": mean_over(~rollout.finished_s, every_s),
+        "rollout/staleness": max_over(step - rollout.version_s, every_s),
         "samples/counted": Sum(selection.counts_s.sum()),
         "samples/masked_truncated": Sum(selection.truncated_s.sum()),
         "samples/dropped_equal_group": Sum(selection.equal_group_s.sum()),

@@ -12,8 +12,8 @@ import torch
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.ops.penalties import PenaltyTokens
 from rlcore.ops.reference import reference_logprob, reference_penalised, reference_replay
-from rlcore.ops.replay import SamplingMask
 from rlcore.sampling import RowSampling, SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 from tests.oracle import TOLERANCE, assert_close, assert_same_values, gradients, make_weights
 
 

@@ -18,7 +18,8 @@ from rlcore.metrics import Metric, mean_over
 from rlcore.ops.logprob import ScoredRows, VocabShard, real_columns, score_rows
 from rlcore.ops.passes import Passes, select_passes
 from rlcore.ops.penalties import PenaltyTokens, penalised_logits
-from rlcore.ops.replay import LocalTargets, Replayed, SamplingMask, replayed_entries
+from rlcore.ops.replay import LocalTargets, Replayed, replayed_entries
+from rlcore.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 
 from rlcore.collectives import Group, group_size
 from rlcore.ops.penalties import PenaltyTokens
-from rlcore.ops.replay import SamplingMask
+from rlcore.sampling_mask import SamplingMask
 
 
 def check_coverage(logits_tv: torch.Tensor, start: int, vocab_size: int, tp_group: Group) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlcore.batch import Prompt
-from rlcore.config import TaskConfig
 from rlcore.config_parse import ConfigError
+from rlcore.config_rollout import TaskConfig
 
 PAD, EOS, ASK = "_", ".", "="
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -42,6 +42,22 @@ class PolicySampler:
             )
         self.decoder, self.spec, self.eos_id = decoder, spec, eos_id
         self.max_new_tokens, self.max_length = max_new_tokens, max_length
+        self._version = 0
+        self._asked: tuple[Sequence[Prompt], int, int] | None = None
+
+    def update_weights(self, version: int) -> None:
+        """Only notes the version: the policy under training is what draws."""
+        self._version = version
+
+    def begin(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> None:
+        """Notes what is asked for; `collect` draws it."""
+        self._asked = (prompts, samples_per_prompt, seed)
+
+    def collect(self) -> Rollout:
+        """`generate` of what `begin` asked for."""
+        assert self._asked is not None, "collect() without begin()"
+        asked, self._asked = self._asked, None
+        return self.generate(*asked)
 
     def generate(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> Rollout:
         """`samples_per_prompt` responses to each prompt, next to each other. Collective over the whole run.
@@ -72,6 +88,7 @@ class PolicySampler:
             sampler_logprob_sl=logprob_sl[:, :longest],
             finished_s=finished_s,
             group_id_s=torch.tensor([prompt.group_id for prompt in rows], device=self._device()),
+            version_s=torch.full_like(length_s, self._version),
         )
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlcore.batch import Prompt
-from rlcore.config import TaskConfig
 from rlcore.config_parse import ConfigError
+from rlcore.config_rollout import TaskConfig
 
 
 class ReasoningGymTask:

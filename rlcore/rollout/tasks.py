@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from rlcore.config import TaskConfig
 from rlcore.config_parse import ConfigError
+from rlcore.config_rollout import TaskConfig
 from rlcore.interfaces import Task
 from rlcore.rollout.echo_task import EchoTask
 

@@ -10,8 +10,9 @@ from rlcore.collectives import record_collectives
 from rlcore.ops.audit import audit_supports, gathered_quantiles
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.ops.penalties import penalised_logits
-from rlcore.ops.replay import Replayed, SamplingMask
+from rlcore.ops.replay import Replayed
 from rlcore.sampling import SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 from tests.oracle import ROW_KINDS, make_logits
 from tests.rank_pool import RankError, run_ranks
 from tests.replay_oracle import History, Shard, check_penalised, check_replayed

@@ -9,7 +9,7 @@ import signal
 import time
 
 import rlcore.trainer
-from rlcore.config import TaskConfig
+from rlcore.config_rollout import TaskConfig
 from rlcore.rollout.echo_task import EchoTask
 
 

@@ -38,9 +38,11 @@ def test_defaults_and_round_trip():
 
 def test_every_field_is_documented():
     """A docstring stands under each field of each section."""
-    tree = ast.parse(Path(__file__).resolve().parents[2].joinpath("rlcore", "config.py").read_text())
+    folder = Path(__file__).resolve().parents[2].joinpath("rlcore")
+    files = ("config.py", "config_rollout.py")
+    nodes = [node for file in files for node in ast.parse(folder.joinpath(file).read_text()).body]
     count = 0
-    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    for section in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for field, after in itertools.pairwise([*section.body, ast.Pass()]):
             if isinstance(field, ast.AnnAssign):
                 assert isinstance(after, ast.Expr), f"{section.name}.{ast.unparse(field.target)}"

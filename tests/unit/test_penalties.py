@@ -12,8 +12,8 @@ from rlcore.ops.draw import draw_tokens
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.ops.penalties import PenaltyTokens, penalised_logits
 from rlcore.ops.reference import reference_penalised
-from rlcore.ops.replay import SamplingMask
 from rlcore.sampling import RowSampling, SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 from tests.oracle import DIFFERENTIABLE, ROW_KINDS, make_logits
 from tests.replay_oracle import History, Shard, check_penalised
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rlcore.batch import Prompt
 from rlcore.groups import ParallelGroups
-from rlcore.trainer import own_prompts
+from rlcore.rollouts import own_prompts
 from tests.rank_pool import run_ranks
 
 

@@ -11,8 +11,9 @@ from rlcore.metrics import reduce_metrics
 from rlcore.ops.audit import audit_supports, gathered_quantiles
 from rlcore.ops.logprob import VocabShard, vocab_parallel_logprob
 from rlcore.ops.reference import reference_replay, support_weights
-from rlcore.ops.replay import Replayed, SamplingMask
+from rlcore.ops.replay import Replayed
 from rlcore.sampling import RowSampling, SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 from tests.oracle import (
     DIFFERENTIABLE,
     ROW_KINDS,

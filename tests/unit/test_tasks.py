@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.batch import Prompt
-from rlcore.config import TaskConfig
 from rlcore.config_parse import ConfigError
+from rlcore.config_rollout import TaskConfig
 from rlcore.rollout.tasks import make_task
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "SmolLM2-135M-Instruct"

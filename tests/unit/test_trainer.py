@@ -15,8 +15,9 @@ from rlcore.config import load_run_config
 from rlcore.groups import ParallelGroups
 from rlcore.rollout.policy_sampler import PolicySampler
 from rlcore.rollout.tasks import make_task
+from rlcore.rollouts import own_prompts, rollout_seed
 from rlcore.run_log import RunLog, check_run_folder, read_metrics
-from rlcore.trainer import own_prompts, responses, rollout_seed, score, train
+from rlcore.trainer import responses, score, train
 from tests.rank_pool import run_ranks
 from tests.toy_worker import ToyWorker, toy_config
 
@@ -110,6 +111,7 @@ def test_responses_drop_the_end_token_only_where_there_is_one():
         sampler_logprob_sl=torch.zeros(2, 5),
         finished_s=torch.tensor([True, False]),
         group_id_s=torch.tensor([0, 1]),
+        version_s=torch.zeros(2, dtype=torch.int64),
     )
     assert list(responses(rollout)) == [[7], [7, 7, 7, 7]]
 
@@ -131,6 +133,7 @@ def test_rewards_find_their_prompt_by_row():
         sampler_logprob_sl=torch.zeros(2, 2),
         finished_s=torch.tensor([True, True]),
         group_id_s=torch.tensor([10, 11]),
+        version_s=torch.zeros(2, dtype=torch.int64),
     )
 
     def rewards(ids, rollout):
@@ -291,6 +294,7 @@ def _score_ranks(rank, world_size, config, failing_rank):
         sampler_logprob_sl=torch.zeros(rows, 8),
         finished_s=torch.zeros(rows, dtype=torch.bool),
         group_id_s=torch.tensor([prompt.group_id for prompt in prompts]),
+        version_s=torch.zeros(rows, dtype=torch.int64),
     )
     try:
         return score(rollout, prompts, task, groups).tolist(), task.calls, ""

@@ -51,20 +51,20 @@ def run(config, **attributes):
     worker = Worker(config, task.vocab_size)
     for name, value in attributes.items():
         setattr(worker, name, value)
-    engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
     drawn = []
 
-    class Engine:
-        def generate(self, prompts, samples, seed):
-            rollout = engine.generate(prompts, samples, seed)
-            rows = [prompt for prompt in prompts for _ in range(samples)]
+    class Engine(PolicySampler):
+        def generate(self, prompts, samples_per_prompt, seed):
+            rollout = super().generate(prompts, samples_per_prompt, seed)
+            rows = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
             pairs = zip(rows, responses(rollout), strict=True)
             drawn.append((rollout, [task.reward(prompt, ids) for prompt, ids in pairs]))
             return rollout
 
     log, error = Log(), None
+    engine = Engine(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
     try:
-        train(config, worker, Engine(), task, log)  # type: ignore[arg-type]
+        train(config, worker, engine, task, log)  # type: ignore[arg-type]
     except ValueError as cause:
         error = cause
     return worker, log, drawn, error

@@ -47,20 +47,21 @@ def run_step(section, groups=None, task=None, **changes):
     config = toy_config(**changes)
     task = task or LengthTask(config)
     worker = ToyWorker(config, task.vocab_size, groups)
-    engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
     records = []
     drawn = {}
 
-    class Engine:
-        def generate(self, prompts, samples, seed):
-            drawn["prompts"], drawn["rollout"] = prompts, engine.generate(prompts, samples, seed)
-            return drawn["rollout"]
+    class Engine(PolicySampler):
+        def generate(self, prompts, samples_per_prompt, seed):
+            rollout = super().generate(prompts, samples_per_prompt, seed)
+            drawn["prompts"], drawn["rollout"] = prompts, rollout
+            return rollout
 
     class Log:
         def step(self, step, metrics, updates):
             records.append({**metrics, "stepped": [update.stepped for update in updates]})
 
-    train(config, worker, Engine(), task, Log())  # type: ignore[arg-type]
+    engine = Engine(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
+    train(config, worker, engine, task, Log())  # type: ignore[arg-type]
     rollout, prompts = drawn["rollout"], drawn["prompts"]
     samples = config.rollout.samples_per_prompt
     rewards = [task.reward(prompts[row // samples], ids) for row, ids in enumerate(responses(rollout))]
@@ -190,6 +191,7 @@ def make_step(sampler, old, keep_old, sample_mask, log_mass):
         sampler_logprob_sl=torch.tensor(sampler),
         finished_s=torch.tensor([True, False]),
         group_id_s=torch.tensor([5, 5]),
+        version_s=torch.zeros(2, dtype=torch.int64),
     )
     counts_s = torch.tensor(sample_mask).bool()
     batch = TrainBatch(
@@ -207,7 +209,7 @@ def make_step(sampler, old, keep_old, sample_mask, log_mass):
         counts_s=counts_s, truncated_s=~counts_s, equal_group_s=torch.zeros_like(counts_s)
     )
     reward_s = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    return reduce_metrics(step_metrics(rollout, batch, reward_s, selection))
+    return reduce_metrics(step_metrics(0, rollout, batch, reward_s, selection))
 
 
 @pytest.mark.parametrize("junk", [0.0, math.nan, -math.inf, math.inf])

@@ -37,7 +37,7 @@ def run_replay(options: BenchOptions) -> list[Row]:
 def sampling_mask_class() -> Any:
     """`SamplingMask`."""
     try:
-        return importlib.import_module("rlcore.ops.replay").SamplingMask
+        return importlib.import_module("rlcore.sampling_mask").SamplingMask
     except ModuleNotFoundError as error:
         raise ValueError(
             "--case replay needs rlcore/ops/replay.py, which this checkout does not have."
