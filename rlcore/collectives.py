@@ -150,6 +150,23 @@ def broadcast_(tensor: torch.Tensor, group_src: int, group: Group) -> torch.Tens
     return tensor
 
 
+def scatter(parts: torch.Tensor | None, out: torch.Tensor, group_src: int, group: Group) -> torch.Tensor:
+    """Overwrites `out` with this rank's row of the source's `parts [group size, *out.shape]`, and returns it.
+
+    `parts` is read on rank `group_src` of the group alone.
+    """
+    if group_size(group) == 1:
+        assert parts is not None, "the only rank is the source"
+        return out.copy_(parts[0])
+    _record("scatter", out, group)
+    rows = None if parts is None else [row.contiguous() for row in parts.unbind(0)]
+    # Receivers wait for the source; the source waits for nobody but the transport.
+    source = dist.get_global_rank(group, group_src)
+    with name_failure(f"scatter of {_shape(out)} from rank {source}", group):
+        dist.scatter(out, rows, src=source, group=group)
+    return out
+
+
 def raise_together(error: BaseException | None, group: Group, device: torch.device | str = "cpu") -> None:
     """Raises on every rank of the group when any rank failed; returns silently when none did.
 

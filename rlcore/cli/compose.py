@@ -36,16 +36,34 @@ def compose_run_config(
     folder = shipped if config_dir is None else Path(config_dir).resolve()
     check_config_name(folder, config_name)
     words = [as_hydra_override(word, [folder, shipped]) for word in overrides]
-    if folder != shipped:
-        words.append(f"hydra.searchpath=['file://{shipped}']")
+    search = [] if folder == shipped else [f"hydra.searchpath=['file://{shipped}']"]
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            composed = compose(config_name, words)
+            words = [_with_plus(config_name, word, search) for word in words]
+            composed = compose(config_name, [*words, *search])
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config {config_name}: {first_line(error)}") from error
     return load_run_config(values)  # type: ignore[arg-type]
+
+
+def _with_plus(config_name: str, word: str, search: Sequence[str]) -> str:
+    """The word as hydra takes it: a config group that the config file does not mention, such as `rollout=vllm`
+    in any config, needs a plus sign. A word that is wrong either way stays as it is.
+    """
+    from hydra import compose
+    from hydra.errors import HydraException
+
+    if word.startswith("++"):
+        return word
+    for spelling in (word, f"+{word}"):
+        try:
+            compose(config_name, [spelling, *search])
+        except HydraException:
+            continue
+        return spelling
+    return word
 
 
 def check_config_name(folder: Path, config_name: str) -> None:
@@ -77,9 +95,12 @@ def as_hydra_override(word: str, folders: Sequence[Path]) -> str:
     if override.is_delete() or override.is_add() or override.is_force_add():
         raise ConfigError(f"{word!r}: write it as plain key=value.")
     key = override.key_or_group
-    if any(folder.joinpath(key).is_dir() for folder in folders):
-        return word
-    return f"++{word}"
+    if not any(folder.joinpath(key).is_dir() for folder in folders):
+        return f"++{word}"
+    known = sorted({path.stem for folder in folders for path in folder.joinpath(key).glob("*.yaml")})
+    if override.value() not in known:
+        raise ConfigError(f"{word!r}: no such file of the group {key}. There: {', '.join(known)}.")
+    return word
 
 
 def first_line(error: BaseException) -> str:

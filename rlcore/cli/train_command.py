@@ -16,7 +16,7 @@ def train_rank(config: RunConfig) -> None:
     from megatron_worker.worker import MegatronWorker
     from rlcore.cli.progress import make_display
     from rlcore.cli.report import write_report
-    from rlcore.rollout.policy_sampler import PolicySampler
+    from rlcore.rollout.engines import start_engine
     from rlcore.rollout.tasks import make_task
     from rlcore.run_log import RunLog, SilentLog
     from rlcore.trainer import train
@@ -27,13 +27,7 @@ def train_rank(config: RunConfig) -> None:
     with ExitStack() as stack:
         stack.callback(worker.close)
         stack.push(record_before_closing)
-        engine = PolicySampler(
-            worker.decoder,
-            config.sampling.spec(),
-            task.eos_id,
-            config.rollout.max_new_tokens,
-            worker.arch.max_position_embeddings,
-        )
+        engine = start_engine(config, worker, task.eos_id, stack)
         if os.environ["RANK"] != "0":
             train(config, worker, engine, task, SilentLog())
             return

@@ -273,10 +273,7 @@ def test_a_rank_records_its_error_before_it_drops_its_connections(tmp_path, monk
 
     class Worker:
         def __init__(self, config, vocab_size):
-            self.decoder, self.arch = (
-                SimpleNamespace(vocab_size=64),
-                SimpleNamespace(max_position_embeddings=64),
-            )
+            self.decoder, self.num_positions = SimpleNamespace(vocab_size=64), 64
 
         def close(self):
             recorded.append(path.exists() and json.loads(path.read_text())["message"]["message"])

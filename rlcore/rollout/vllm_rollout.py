@@ -1,0 +1,207 @@
+"""vLLM as the rollout engine of a run: rank 0 talks to it, every rank gets its replica's responses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rlcore.batch import Prompt, Rollout
+from rlcore.collectives import all_reduce_, group_rank, raise_together
+from rlcore.config import RunConfig
+from rlcore.interfaces import PolicyWorker
+from rlcore.rollout.completions import (
+    BadCompletion,
+    Completion,
+    Expected,
+    check_completions,
+    join_rollout,
+)
+from rlcore.rollout.rollout_wire import gather_prompts, share_rollouts
+from rlcore.rollout.vllm_engine import Engine, EngineError
+
+T = TypeVar("T")
+HEARTBEAT_S = 1.0
+"""While rank 0 waits for its engine the ranks meet this often, so none takes a long generation for a hang."""
+
+
+class VllmRollout:
+    """`RolloutEngine` on vLLM. Built on every rank; all methods are collective over the run.
+
+    An engine that dies, hangs or fails raises on every rank: at once where vLLM says so, else after the
+    config's time-outs. Responses that cannot be trained on are drawn again `rollout.vllm.retries` times, with
+    other seeds, then raise on every rank.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        worker: PolicyWorker,
+        start: Callable[[], Engine],
+        expected: Expected,
+        sender: Any,
+    ) -> None:
+        """`start` is called on rank 0 alone and returns the engine; `sender`: a `WeightSender`."""
+        self._config, self._worker, self._expected, self._sender = config, worker, expected, sender
+        self._groups, self._device = worker.groups, worker.device
+        self._thread = EngineThread() if group_rank(self._groups.world) == 0 else None
+        self._engine: Engine | None = None
+        self._version: int | None = None
+        self._asked: Future[list[Rollout]] | None = None
+        self._engine = self._together(start, config.rollout.vllm.start_timeout_s, "start")
+
+    def update_weights(self, version: int) -> None:
+        """Sends the policy's weights, unless the engine has this version. See `RolloutEngine`."""
+        if version == self._version:
+            return
+        # Whatever happens now, the engine is not known to hold a version again until this returns.
+        self._version = None
+        self._sender.send(self._worker.export_weights(), version, self._engine)
+        self._version = version
+
+    def begin(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> None:
+        """Sends the prompts of every replica to the engine. `ValueError` on every rank for a prompt that does
+        not fit. See `RolloutEngine`.
+        """
+        assert self._version is not None, "update_weights() comes first"
+        raise_together(self._prompt_error(prompts), self._groups.world, self._device)
+        of_replicas = gather_prompts(prompts, seed, self._groups, self._device)
+        if self._thread is not None:
+            self._asked = self._thread.submit(self._draw, of_replicas, samples_per_prompt, self._version)
+
+    def collect(self) -> Rollout:
+        """Waits for the responses. See `RolloutEngine`."""
+        drawn = self._wait(self._asked, self._config.rollout.vllm.timeout_s, "generation")
+        self._asked = None
+        return share_rollouts(drawn, self._expected.kept, self._groups, self._device)
+
+    def close(self) -> None:
+        """Ends the engine's processes. Not collective."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _draw(
+        self, of_replicas: Sequence[tuple[Sequence[Prompt], int]], samples: int, version: int
+    ) -> list[Rollout]:
+        """One rollout a replica. Runs on the engine's thread."""
+        assert self._engine is not None
+        retries = self._config.rollout.vllm.retries
+        for attempt in range(retries + 1):
+            requests = [
+                self._expected.request(prompt, samples, request_seed(seed, attempt, index))
+                for prompts, seed in of_replicas
+                for index, prompt in enumerate(prompts)
+            ]
+            try:
+                completions = self._engine.generate(requests)
+                check_completions(requests, completions, self._expected)
+                break
+            except BadCompletion as error:
+                if attempt == retries:
+                    raise EngineError(
+                        f"vLLM's responses cannot be trained on, drawn {retries + 1} times "
+                        f"(rollout.vllm.retries={retries}): {error}"
+                    ) from error
+        else:
+            raise AssertionError("the last attempt breaks or raises")
+        return self._split(of_replicas, completions, version)
+
+    def _split(
+        self,
+        of_replicas: Sequence[tuple[Sequence[Prompt], int]],
+        completions: Sequence[Sequence[Completion]],
+        version: int,
+    ) -> list[Rollout]:
+        rollouts, start = [], 0
+        for prompts, _ in of_replicas:
+            own = completions[start : start + len(prompts)]
+            rollouts.append(join_rollout(prompts, own, version, self._expected.kept))
+            start += len(prompts)
+        return rollouts
+
+    def _together(self, call: Callable[[], T], timeout_s: float, what: str) -> T | None:
+        """The call's result on rank 0, None elsewhere; its error on every rank."""
+        future = None if self._thread is None else self._thread.submit(call)
+        return self._wait(future, timeout_s, what)
+
+    def _wait(self, future: Future[T] | None, timeout_s: float, what: str) -> T | None:
+        """Every rank waits here for rank 0's engine, in steps that no transport takes for a hang."""
+        error: Exception | None = None
+        result, waited_s, is_done = None, 0.0, False
+        while not is_done:
+            if future is not None:
+                try:
+                    result, is_done = future.result(timeout=HEARTBEAT_S), True
+                except FutureTimeout as late:
+                    waited_s += HEARTBEAT_S
+                    if future.done() or waited_s >= timeout_s:
+                        is_done = True
+                        error = (
+                            late
+                            if future.done()
+                            else EngineError(f"vLLM's {what} took longer than {timeout_s:g} s")
+                        )
+                except Exception as cause:
+                    error, is_done = cause, True
+            flag = torch.tensor([int(future is not None and is_done)], dtype=torch.int32, device=self._device)
+            is_done = bool(all_reduce_(flag, "max", self._groups.world)[0])
+        raise_together(error, self._groups.world, self._device)
+        return result
+
+    def _prompt_error(self, prompts: Sequence[Prompt]) -> ValueError | None:
+        """Why a prompt of this replica cannot be sent, or None."""
+        expected = self._expected
+        for prompt in prompts:
+            if not prompt.ids:
+                return ValueError(
+                    f"prompt {prompt.group_id} is empty: every prompt needs at least one token."
+                )
+            outside = [token for token in prompt.ids if not 0 <= token < expected.vocab_size]
+            if outside:
+                return ValueError(
+                    f"prompt {prompt.group_id} has id {outside[0]}, outside the model's vocabulary "
+                    f"[0, {expected.vocab_size}). Use the tokenizer that belongs to the model."
+                )
+            if len(prompt.ids) >= expected.max_length:
+                return ValueError(
+                    f"prompt {prompt.group_id} has {len(prompt.ids)} tokens, and the engine takes "
+                    f"{expected.max_length}: no room for a response. Shorten the prompt, or raise "
+                    "rollout.vllm.max_model_len where the model has more positions."
+                )
+        return None
+
+
+def request_seed(seed: int, attempt: int, index: int) -> int:
+    """A seed in [0, 2^62) that no two prompts, attempts, steps and replicas share."""
+    return int(np.random.SeedSequence([seed, attempt, index]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+class EngineThread:
+    """Runs calls one after the other on a thread of their own, so that training goes on meanwhile. A daemon:
+    a call that hangs does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future, Callable[..., Any], tuple]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="vllm-engine", daemon=True).start()
+
+    def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """The call's future."""
+        future: Future[T] = Future()
+        self._calls.put((future, call, args))
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            future, call, args = self._calls.get()
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
