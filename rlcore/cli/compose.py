@@ -49,8 +49,8 @@ def compose_run_config(
 
 
 def _with_plus(config_name: str, word: str, search: Sequence[str]) -> str:
-    """The word as hydra takes it: a config group that the config file does not mention, such as `rollout=vllm`
-    in any config, needs a plus sign. A word that is wrong either way stays as it is.
+    """The word as hydra takes it: a config group that the config file does not mention, such as
+    `rollout=vllm` in any config, needs a plus sign. A word that is wrong either way stays as it is.
     """
     from hydra import compose
     from hydra.errors import HydraException

@@ -49,10 +49,11 @@ def join_slurm(env: Environment) -> None:
 
 def silence_dependencies() -> None:
     """Hides what a user cannot act on and is told a dozen times a rank: Megatron-core on import, that
-    Transformer Engine and Apex are optional; torch, that it will rename a collective that Megatron calls.
+    Transformer Engine and Apex are optional; torch, that it will rename collectives that Megatron and vLLM
+    call.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|vllm)")
 
 
 def record_error(error: BaseException) -> None:

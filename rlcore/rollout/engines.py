@@ -15,7 +15,7 @@ from rlcore.collectives import group_rank, raise_together
 from rlcore.config import RunConfig
 from rlcore.interfaces import RolloutEngine
 from rlcore.rollout.policy_sampler import PolicySampler
-from rlcore.rollout.vllm_engine import Engine, EngineSettings, LocalEngine
+from rlcore.rollout.vllm_engine import LocalEngine
 from rlcore.rollout.vllm_rollout import VllmRollout
 from rlcore.rollout.vllm_server import ServerPool
 from rlcore.rollout.vllm_settings import engine_arguments, engine_settings, expected_of

@@ -191,4 +191,6 @@ _DEFAULTS = {
     # CPU ranks share the cores with the engine: nobody is bound to one.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
+    # torch renames collectives that vLLM still calls by their old names.
+    "PYTHONWARNINGS": "ignore::FutureWarning",
 }

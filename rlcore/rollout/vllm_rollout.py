@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from rlcore.rollout.completions import (
     BadCompletion,
     Completion,
     Expected,
+    Request,
     check_completions,
     join_rollout,
 )
@@ -54,7 +56,7 @@ class VllmRollout:
         self._engine: Engine | None = None
         self._version: int | None = None
         self._asked: Future[list[Rollout]] | None = None
-        self._engine = self._together(start, config.rollout.vllm.start_timeout_s, "start")
+        self._engine = self._wait(self._submit(partial(checked, start)), "start")
 
     def update_weights(self, version: int) -> None:
         """Sends the policy's weights, unless the engine has this version. See `RolloutEngine`."""
@@ -62,7 +64,10 @@ class VllmRollout:
             return
         # Whatever happens now, the engine is not known to hold a version again until this returns.
         self._version = None
-        self._sender.send(self._worker.export_weights(), version, self._engine)
+        link = None
+        if self._thread is not None and self._engine is not None:
+            link = EngineCalls(self._engine, self._thread, self._config.rollout.vllm.timeout_s)
+        self._sender.send(self._worker.export_weights(), version, link)
         self._version = version
 
     def begin(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> None:
@@ -72,12 +77,11 @@ class VllmRollout:
         assert self._version is not None, "update_weights() comes first"
         raise_together(self._prompt_error(prompts), self._groups.world, self._device)
         of_replicas = gather_prompts(prompts, seed, self._groups, self._device)
-        if self._thread is not None:
-            self._asked = self._thread.submit(self._draw, of_replicas, samples_per_prompt, self._version)
+        self._asked = self._submit(self._draw, of_replicas, samples_per_prompt, self._version)
 
     def collect(self) -> Rollout:
         """Waits for the responses. See `RolloutEngine`."""
-        drawn = self._wait(self._asked, self._config.rollout.vllm.timeout_s, "generation")
+        drawn = self._wait(self._asked, "generation")
         self._asked = None
         return share_rollouts(drawn, self._expected.kept, self._groups, self._device)
 
@@ -126,34 +130,33 @@ class VllmRollout:
             start += len(prompts)
         return rollouts
 
-    def _together(self, call: Callable[[], T], timeout_s: float, what: str) -> T | None:
-        """The call's result on rank 0, None elsewhere; its error on every rank."""
-        future = None if self._thread is None else self._thread.submit(call)
-        return self._wait(future, timeout_s, what)
+    def _submit(self, call: Callable[..., T], *args: Any) -> Future[T] | None:
+        """The call's future on rank 0, None elsewhere."""
+        return None if self._thread is None else self._thread.submit(call, *args)
 
-    def _wait(self, future: Future[T] | None, timeout_s: float, what: str) -> T | None:
-        """Every rank waits here for rank 0's engine, in steps that no transport takes for a hang."""
-        error: Exception | None = None
-        result, waited_s, is_done = None, 0.0, False
+    def _wait(self, future: Future[T] | None, what: Literal["start", "generation"]) -> T | None:
+        """Every rank waits here for rank 0's engine, in steps that no transport takes for a hang. The result
+        on rank 0, None elsewhere; an error on every rank.
+        """
+        key = "start_timeout_s" if what == "start" else "timeout_s"
+        timeout_s = getattr(self._config.rollout.vllm, key)
+        started, is_done, is_late = time.monotonic(), False, False
         while not is_done:
             if future is not None:
-                try:
-                    result, is_done = future.result(timeout=HEARTBEAT_S), True
-                except FutureTimeout as late:
-                    waited_s += HEARTBEAT_S
-                    if future.done() or waited_s >= timeout_s:
-                        is_done = True
-                        error = (
-                            late
-                            if future.done()
-                            else EngineError(f"vLLM's {what} took longer than {timeout_s:g} s")
-                        )
-                except Exception as cause:
-                    error, is_done = cause, True
-            flag = torch.tensor([int(future is not None and is_done)], dtype=torch.int32, device=self._device)
+                wait([future], timeout=HEARTBEAT_S)
+                is_late = not future.done() and time.monotonic() - started >= timeout_s
+                is_done = future.done() or is_late
+            flag = torch.tensor([int(is_done)], dtype=torch.int32, device=self._device)
             is_done = bool(all_reduce_(flag, "max", self._groups.world)[0])
+        error: BaseException | None = None
+        if is_late:
+            error = EngineError(
+                f"vLLM's {what} took longer than {timeout_s:g} s. Raise rollout.vllm.{key} if it needs more."
+            )
+        elif future is not None:
+            error = future.exception()
         raise_together(error, self._groups.world, self._device)
-        return result
+        return None if future is None else future.result()
 
     def _prompt_error(self, prompts: Sequence[Prompt]) -> ValueError | None:
         """Why a prompt of this replica cannot be sent, or None."""
@@ -181,6 +184,55 @@ class VllmRollout:
 def request_seed(seed: int, attempt: int, index: int) -> int:
     """A seed in [0, 2^62) that no two prompts, attempts, steps and replicas share."""
     return int(np.random.SeedSequence([seed, attempt, index]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+def checked(start: Callable[[], Engine]) -> Engine:
+    """The engine, once it has shown that its logprobs are processed ones: under top_k=1 they are 0, where raw
+    ones are not. `ValueError` otherwise.
+    """
+    engine = start()
+    try:
+        probe = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+        request = Request(prompt_ids=[0], num_samples=1, max_new_tokens=1, seed=0, sampling=probe)
+        logprob = engine.generate([request])[0][0].logprobs[0]
+        if not abs(logprob) < _ZERO_LOGPROB:
+            raise ValueError(
+                f"vLLM returns raw logprobs: {logprob:.4g} for the only id that top_k=1 keeps, where a "
+                "processed one is 0. Set rollout.vllm.logprobs_mode=processed_logprobs; start a server with "
+                "--logprobs-mode processed_logprobs."
+            )
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+# What float32 makes of log 1, and far below the raw logprob of any id of an untrained or chat model.
+_ZERO_LOGPROB = 1e-6
+
+
+class EngineCalls:
+    """What a weight sender may do to the engine: in order with everything else, and within a time."""
+
+    def __init__(self, engine: Engine, thread: EngineThread, timeout_s: float) -> None:
+        self._engine, self._thread, self._timeout_s = engine, thread, timeout_s
+
+    def rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """`Engine.rpc`. `EngineError` after the time."""
+        return self._call(method, partial(self._engine.rpc, method, **kwargs))
+
+    def reset_prefix_cache(self) -> None:
+        """`Engine.reset_prefix_cache`. `EngineError` after the time."""
+        self._call("reset_prefix_cache", self._engine.reset_prefix_cache)
+
+    def _call(self, name: str, call: Callable[[], T]) -> T:
+        future = self._thread.submit(call)
+        wait([future], timeout=self._timeout_s)
+        if not future.done():
+            raise EngineError(
+                f"vLLM did not finish {name} within {self._timeout_s:g} s (rollout.vllm.timeout_s)."
+            )
+        return future.result()
 
 
 class EngineThread:

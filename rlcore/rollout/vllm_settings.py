@@ -77,6 +77,7 @@ def engine_arguments(
         # Not the sampling defaults of a model folder: the config is the one description of the distribution.
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if not has_accelerator:
         arguments["enforce_eager"] = True
