@@ -1,7 +1,8 @@
 """vLLM servers (`vllm serve`) that share a step's prompts, reached by URL.
 
-Each must have been started with `--logprobs-mode processed_logprobs`, with the weight receiver as
-`--worker-extension-cls`, and with `VLLM_SERVER_DEV_MODE=1`, without which it takes no weights.
+Each must have been started with `--logprobs-mode processed_logprobs`, with `--enable-scale-out`, without
+which it takes no token ids, with the weight receiver as `--worker-extension-cls`, and with
+`VLLM_SERVER_DEV_MODE=1`, without which it takes no weights.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ GENERATE = "/inference/v1/generate"
 MOST_CONNECTIONS = 256
 """Requests under way at one server."""
 _START_HINT = (
-    "Start it with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
-    f"--worker-extension-cls {RECEIVER}"
+    "Start it with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
+    f"processed_logprobs --worker-extension-cls {RECEIVER}"
 )
 # What the server's JSON says instead of -inf and NaN, neither of which JSON has.
 _NO_LOGPROB = -9999.0
@@ -100,11 +101,15 @@ class ServerPool:
             answer = self._client.post(f"{url}{path}", json=body)
         except self._httpx.HTTPError as error:
             raise EngineError(f"{url} does not answer to {path}: {type(error).__name__} {error}.") from error
-        if answer.status_code == 404:
-            raise ValueError(f"{url} has no {path}. {_START_HINT}")
-        if answer.status_code >= 400:
-            raise EngineError(f"{url}{path} failed: HTTP {answer.status_code}: {answer.text[:500]}")
+        self._check(answer, f"{url}{path}")
         return answer.json() if answer.content else None
+
+    def _check(self, answer: Any, place: str) -> None:
+        """`ValueError` for what the server was not started with, `EngineError` for its failures."""
+        if answer.status_code in (403, 404):
+            raise ValueError(f"{place} is not served (HTTP {answer.status_code}). {_START_HINT}")
+        if answer.status_code >= 400:
+            raise EngineError(f"{place} failed: HTTP {answer.status_code}: {answer.text[:500]}")
 
     async def _generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         limits = self._httpx.Limits(max_connections=MOST_CONNECTIONS * len(self._urls))
@@ -130,8 +135,7 @@ class ServerPool:
             answer = await client.post(f"{url}{GENERATE}", json=body)
         except self._httpx.HTTPError as error:
             raise EngineError(f"{url} did not answer: {type(error).__name__} {error}.") from error
-        if answer.status_code >= 400:
-            raise EngineError(f"{url}{GENERATE} failed: HTTP {answer.status_code}: {answer.text[:500]}")
+        self._check(answer, f"{url}{GENERATE}")
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
         return [self._completion(choice) for choice in choices]
 
