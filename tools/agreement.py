@@ -1,7 +1,7 @@
 """How far vLLM's logprobs and the trainer's are apart on the same weights, setting by setting.
 
-`python -m tools.agreement --config-name smollm2_tp3 [--dtype bfloat16] [key=value ...]`: one process, no update.
-Prints a Markdown table. What the columns mean stands in docs/agreement.md.
+`python -m tools.agreement [--config-name smollm2_tp3] [--dtype bfloat16] [key=value ...]`: one process, no
+update. Prints a Markdown table. What its columns mean stands in docs/agreement.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rlcore.batch import Prompt, Rollout, TrainBatch
+from rlcore.cli.launch import silence_dependencies
 from rlcore.config import RunConfig
 from rlcore.rollout.completions import Expected, check_completions, join_rollout
 from rlcore.rollout.vllm_engine import LocalEngine
@@ -127,8 +128,8 @@ def score(worker: Any, batch: TrainBatch, spec: SamplingSpec) -> Any:
 
 
 def raw_logprobs(engine: LocalEngine, rollout: Rollout) -> torch.Tensor:
-    """`[S, L]` raw logprobs by the engine: those of prompt tokens pass no sampling processor, so each response
-    is put to it again as a prompt.
+    """`[S, L]` raw logprobs by the engine: those of prompt tokens pass no sampling processor, so each
+    response is put to it again as a prompt.
     """
     raw_sl = torch.zeros_like(rollout.sampler_logprob_sl)
     rows = [
@@ -149,14 +150,15 @@ def table(rows: Iterable[tuple[str, Agreement]]) -> str:
     for name, row in rows:
         error = "" if row.mass_error is None else f"{row.mass_error:.1e}"
         lines.append(
-            f"| {name} | {row.num_tokens} | {row.abs_mean:.1e} | {row.abs_max:.1e} | {row.out_of_support:.2%} | "
-            f"{error} | {row.log_mass:.4f} | {row.ignored_mean:.4f} |"
+            f"| {name} | {row.num_tokens} | {row.abs_mean:.1e} | {row.abs_max:.1e} | "
+            f"{row.out_of_support:.2%} | {error} | {row.log_mass:.4f} | {row.ignored_mean:.4f} |"
         )
     return "\n".join(lines)
 
 
 def main(config: RunConfig, engine_dtype: str | None, num_prompts: int) -> None:
     """Measures every setting on the run's model and prompts."""
+    silence_dependencies()
     from megatron_worker.worker import MegatronWorker
     from rlcore.rollout.tasks import make_task
 
