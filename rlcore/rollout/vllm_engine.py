@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,12 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix: it was computed with weights that are no longer served."""
+        ...
+
+    def check_alive(self) -> None:
+        """`EngineError` when a process of an engine of this run's own has ended; from any thread, at any
+        time. A call to an engine that has died may not return.
+        """
         ...
 
     def close(self) -> None:
@@ -84,6 +91,7 @@ class LocalEngine:
         vllm = import_vllm()
         self._settings = settings
         self._sampling_params = vllm.SamplingParams
+        before = set(multiprocessing.active_children())
         try:
             with engine_environment(settings.start_timeout_s):
                 self._llm = vllm.LLM(folder, worker_extension_cls=RECEIVER, **arguments)
@@ -92,6 +100,7 @@ class LocalEngine:
                 f"vLLM did not start on {folder}: {type(error).__name__}: {error}. Its own log above says "
                 "why; rollout.vllm.engine_args changes its arguments."
             ) from error
+        self._processes = set(multiprocessing.active_children()) - before
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """See `Engine`."""
@@ -135,6 +144,12 @@ class LocalEngine:
             if not self._llm.reset_prefix_cache():
                 raise EngineError("vLLM did not reset its prefix cache: requests are still running.")
 
+    def check_alive(self) -> None:
+        """See `Engine`."""
+        for process in self._processes:
+            if not process.is_alive():
+                raise EngineError(f"{_DIED} (process {process.pid}, exit code {process.exitcode}).")
+
     def close(self) -> None:
         """See `Engine`."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -161,10 +176,13 @@ def engine_errors() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
-        raise EngineError(
-            "vLLM's engine process has died. Its own log above says why; killed without a word, it most "
-            "likely ran out of memory."
-        ) from error
+        raise EngineError(f"{_DIED}.") from error
+
+
+_DIED = (
+    "vLLM's engine process has died. Its own log above says why; killed without a word, it most likely ran "
+    "out of memory"
+)
 
 
 # What torchrun tells a rank about itself; vLLM would take it for its own place.

@@ -140,21 +140,17 @@ class VllmRollout:
         """
         key = "start_timeout_s" if what == "start" else "timeout_s"
         timeout_s = getattr(self._config.rollout.vllm, key)
-        started, is_done, is_late = time.monotonic(), False, False
+        deadline, is_done = time.monotonic() + timeout_s, False
+        error: BaseException | None = None
         while not is_done:
             if future is not None:
-                wait([future], timeout=HEARTBEAT_S)
-                is_late = not future.done() and time.monotonic() - started >= timeout_s
-                is_done = future.done() or is_late
-            flag = torch.tensor([int(is_done)], dtype=torch.int32, device=self._device)
-            is_done = bool(all_reduce_(flag, "max", self._groups.world)[0])
-        error: BaseException | None = None
-        if is_late:
-            error = EngineError(
-                f"vLLM's {what} took longer than {timeout_s:g} s. Raise rollout.vllm.{key} if it needs more."
-            )
-        elif future is not None:
-            error = future.exception()
+                late = EngineError(
+                    f"vLLM's {what} took longer than {timeout_s:g} s. Raise rollout.vllm.{key} if it needs "
+                    "more."
+                )
+                error = waited(future, self._engine, deadline, late)
+            flag = torch.tensor([int(future is not None and (future.done() or error is not None))])
+            is_done = bool(all_reduce_(flag.to(self._device), "max", self._groups.world)[0])
         raise_together(error, self._groups.world, self._device)
         return None if future is None else future.result()
 
@@ -211,6 +207,21 @@ def checked(start: Callable[[], Engine]) -> Engine:
 _ZERO_LOGPROB = 1e-6
 
 
+def waited(future: Future, engine: Engine | None, deadline: float, late: EngineError) -> BaseException | None:
+    """Waits a while for the call; returns its error, that its engine has died, or `late` after the deadline
+    (of `time.monotonic`). None: it is done, or may still be.
+    """
+    wait([future], timeout=HEARTBEAT_S)
+    if future.done():
+        return future.exception()
+    try:
+        if engine is not None:
+            engine.check_alive()
+    except EngineError as error:
+        return error
+    return late if time.monotonic() >= deadline else None
+
+
 class EngineCalls:
     """What a weight sender may do to the engine: in order with everything else, and within a time."""
 
@@ -226,12 +237,15 @@ class EngineCalls:
         self._call("reset_prefix_cache", self._engine.reset_prefix_cache)
 
     def _call(self, name: str, call: Callable[[], T]) -> T:
-        future = self._thread.submit(call)
-        wait([future], timeout=self._timeout_s)
-        if not future.done():
-            raise EngineError(
-                f"vLLM did not finish {name} within {self._timeout_s:g} s (rollout.vllm.timeout_s)."
-            )
+        future, deadline = self._thread.submit(call), time.monotonic() + self._timeout_s
+        late = EngineError(
+            f"vLLM did not finish {name} within {self._timeout_s:g} s (rollout.vllm.timeout_s)."
+        )
+        error = None
+        while not future.done() and error is None:
+            error = waited(future, self._engine, deadline, late)
+        if error is not None:
+            raise error
         return future.result()
 
 

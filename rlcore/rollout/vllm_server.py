@@ -65,6 +65,9 @@ class ServerPool:
         for url in self._urls:
             self._post(url, "/reset_prefix_cache", None)
 
+    def check_alive(self) -> None:
+        """Servers are asked, not watched: a connection to one that has died breaks."""
+
     def close(self) -> None:
         """Closes the connections; the servers stay."""
         self._client.close()

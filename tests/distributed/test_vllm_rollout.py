@@ -32,7 +32,7 @@ class ToyEngine:
 
     def __init__(self, faults=(), probe_logprob=0.0):
         self.faults, self.probe_logprob = list(faults), probe_logprob
-        self.requests, self.calls, self.closed = [], [], False
+        self.requests, self.calls, self.closed, self.is_alive = [], [], False, True
 
     def generate(self, requests):
         if requests[0].sampling:
@@ -41,7 +41,9 @@ class ToyEngine:
         fault = self.faults.pop(0) if self.faults else None
         if fault == "dies":
             raise EngineError("vLLM's engine process has died.")
-        if fault == "hangs":
+        if fault in ("hangs", "silent"):
+            # A call to an engine that has died may not return: only its process tells.
+            self.is_alive = fault == "hangs"
             time.sleep(3.0)
         answers = [
             [Completion(ids=[request.prompt_ids[0], EOS], logprobs=[-0.5, -0.25], finished=True)]
@@ -60,6 +62,10 @@ class ToyEngine:
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
+
+    def check_alive(self):
+        if not self.is_alive:
+            raise EngineError("vLLM's engine process has died (exit code -9).")
 
     def close(self):
         self.closed = True
@@ -158,6 +164,7 @@ def errors_of(faults, retries, timeout_s=20.0):
     ("faults", "retries", "timeout_s", "message"),
     [
         (("dies",), 5, 20.0, "engine process has died"),
+        (("silent",), 5, 20.0, "engine process has died .exit code -9"),
         (("nan", "nan"), 1, 20.0, "drawn 2 times .*retries=1.*logprob nan of the sampled id 1"),
         (("fewer",), 0, 20.0, "drawn 1 times .*prompt 3: the engine returned 1 of 2 samples"),
         (("hangs",), 5, 0.5, "generation took longer than 0.5 s. Raise rollout.vllm.timeout_s"),
