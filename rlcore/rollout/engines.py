@@ -18,8 +18,9 @@ from rlcore.rollout.policy_sampler import PolicySampler
 from rlcore.rollout.vllm_engine import LocalEngine
 from rlcore.rollout.vllm_rollout import VllmRollout
 from rlcore.rollout.vllm_server import ServerPool
-from rlcore.rollout.vllm_settings import engine_arguments, engine_settings, expected_of
-from rlcore.weight_sync.sender import WeightSender
+from rlcore.rollout.vllm_settings import engine_arguments, engine_settings, expected_of, transfer_of
+from rlcore.weight_sync.gpu_transfer import GpuSender
+from rlcore.weight_sync.sender import FolderSender, WeightSender
 
 
 def start_engine(config: RunConfig, worker: Any, eos_id: int, stack: ExitStack) -> RolloutEngine:
@@ -43,11 +44,19 @@ def start_engine(config: RunConfig, worker: Any, eos_id: int, stack: ExitStack) 
     else:
         arguments = engine_arguments(config, expected, settings, has_accelerator)
         start = partial(LocalEngine, _start_folder(config, worker, stack), arguments, settings)
-    sender = WeightSender(config.rollout.vllm, worker.groups, worker.device)
+    sender = make_sender(config, worker, has_accelerator)
     stack.callback(sender.close)
     rollout = VllmRollout(config, worker, start, expected, sender)
     stack.callback(rollout.close)
     return rollout
+
+
+def make_sender(config: RunConfig, worker: Any, has_accelerator: bool) -> WeightSender:
+    """How weights reach the engine: `rollout.vllm.transfer`."""
+    backend = transfer_of(config, has_accelerator)
+    if backend == "folder":
+        return FolderSender(config.rollout.vllm.transfer_folder, worker.groups.world, worker.device)
+    return GpuSender(backend, worker.groups.world, worker.device)
 
 
 def _start_folder(config: RunConfig, worker: Any, stack: ExitStack) -> str:

@@ -27,6 +27,7 @@ from rlcore.rollout.completions import (
 )
 from rlcore.rollout.rollout_wire import gather_prompts, share_rollouts
 from rlcore.rollout.vllm_engine import Engine, EngineError
+from rlcore.weight_sync.sender import WeightSender, check_serving
 
 T = TypeVar("T")
 HEARTBEAT_S = 1.0
@@ -47,9 +48,9 @@ class VllmRollout:
         worker: PolicyWorker,
         start: Callable[[], Engine],
         expected: Expected,
-        sender: Any,
+        sender: WeightSender,
     ) -> None:
-        """`start` is called on rank 0 alone and returns the engine; `sender`: a `WeightSender`."""
+        """`start` is called on rank 0 alone and returns the engine."""
         self._config, self._worker, self._expected, self._sender = config, worker, expected, sender
         self._groups, self._device = worker.groups, worker.device
         self._thread = EngineThread() if group_rank(self._groups.world) == 0 else None
@@ -64,10 +65,8 @@ class VllmRollout:
             return
         # Whatever happens now, the engine is not known to hold a version again until this returns.
         self._version = None
-        link = None
-        if self._thread is not None and self._engine is not None:
-            link = EngineCalls(self._engine, self._thread, self._config.rollout.vllm.timeout_s)
-        self._sender.send(self._worker.export_weights(), version, link)
+        self._sender.write(self._worker.export_weights, version, self._engine)
+        self._wait(self._submit(self._sender.deliver, self._engine, version), "weight update")
         self._version = version
 
     def begin(self, prompts: Sequence[Prompt], samples_per_prompt: int, seed: int) -> None:
@@ -106,6 +105,8 @@ class VllmRollout:
             try:
                 completions = self._engine.generate(requests)
                 check_completions(requests, completions, self._expected)
+                # A server may have been restarted meanwhile, with the weights that it starts with.
+                check_serving(self._engine, self._sender.run, version)
                 break
             except BadCompletion as error:
                 if attempt == retries:
@@ -134,7 +135,9 @@ class VllmRollout:
         """The call's future on rank 0, None elsewhere."""
         return None if self._thread is None else self._thread.submit(call, *args)
 
-    def _wait(self, future: Future[T] | None, what: Literal["start", "generation"]) -> T | None:
+    def _wait(
+        self, future: Future[T] | None, what: Literal["start", "generation", "weight update"]
+    ) -> T | None:
         """Every rank waits here for rank 0's engine, in steps that no transport takes for a hang. The result
         on rank 0, None elsewhere; an error on every rank.
         """
@@ -220,33 +223,6 @@ def waited(future: Future, engine: Engine | None, deadline: float, late: EngineE
     except EngineError as error:
         return error
     return late if time.monotonic() >= deadline else None
-
-
-class EngineCalls:
-    """What a weight sender may do to the engine: in order with everything else, and within a time."""
-
-    def __init__(self, engine: Engine, thread: EngineThread, timeout_s: float) -> None:
-        self._engine, self._thread, self._timeout_s = engine, thread, timeout_s
-
-    def rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """`Engine.rpc`. `EngineError` after the time."""
-        return self._call(method, partial(self._engine.rpc, method, **kwargs))
-
-    def reset_prefix_cache(self) -> None:
-        """`Engine.reset_prefix_cache`. `EngineError` after the time."""
-        self._call("reset_prefix_cache", self._engine.reset_prefix_cache)
-
-    def _call(self, name: str, call: Callable[[], T]) -> T:
-        future, deadline = self._thread.submit(call), time.monotonic() + self._timeout_s
-        late = EngineError(
-            f"vLLM did not finish {name} within {self._timeout_s:g} s (rollout.vllm.timeout_s)."
-        )
-        error = None
-        while not future.done() and error is None:
-            error = waited(future, self._engine, deadline, late)
-        if error is not None:
-            raise error
-        return future.result()
 
 
 class EngineThread:

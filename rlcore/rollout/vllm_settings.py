@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.config import RunConfig
 from rlcore.rollout.completions import Expected
@@ -61,6 +61,20 @@ def engine_settings(config: RunConfig, expected: Expected, has_accelerator: bool
     )
 
 
+def transfer_of(config: RunConfig, has_accelerator: bool) -> Literal["folder", "nccl", "ipc"]:
+    """`rollout.vllm.transfer`, chosen where it is `auto`. `ValueError` for a way that needs a GPU without one."""
+    vllm = config.rollout.vllm
+    if vllm.transfer == "auto":
+        if not has_accelerator:
+            return "folder"
+        return "nccl" if vllm.urls else "ipc"
+    if vllm.transfer != "folder" and not has_accelerator:
+        raise ValueError(
+            f"rollout.vllm.transfer={vllm.transfer} needs a GPU, and there is none. Set it to folder or auto."
+        )
+    return vllm.transfer
+
+
 def engine_arguments(
     config: RunConfig, expected: Expected, settings: EngineSettings, has_accelerator: bool
 ) -> dict[str, Any]:
@@ -81,6 +95,9 @@ def engine_arguments(
     }
     if not has_accelerator:
         arguments["enforce_eager"] = True
+    transfer = transfer_of(config, has_accelerator)
+    if transfer != "folder":
+        arguments["weight_transfer_config"] = {"backend": transfer}
     if settings.sampling_mask:
         arguments["return_sampling_mask"] = True
     return arguments | dict(vllm.engine_args)
