@@ -41,6 +41,7 @@ setup(
             "gguf",
             "accelerate",
             "reasoning-gym",
+            "math-verify",
         ],
         "vllm": ["vllm"],
         "gpu": ["transformer-engine[pytorch]", TRITON],
