@@ -75,8 +75,8 @@ def describe_failures(
     reasons = first_reasons(reason for text in gathered for reason in text.splitlines())
     if num_graded == 0:
         raise ValueError(
-            f"none of the step's {num_samples} responses has a reward: {reasons[0]}. Fix the reward function; "
-            "return 0.0 for a response that cannot be graded."
+            f"none of the step's {num_samples} responses has a reward: {reasons[0]}. Fix the reward "
+            "function; return 0.0 for a response that cannot be graded."
         )
     return (f"{num_samples - num_graded} of {num_samples} samples have no reward: {'; '.join(reasons)}",)
 

@@ -33,7 +33,8 @@ class PromptEncoder:
         self.tokenizer = load_tokenizer(name, tokenizer_path)
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
-                f"model.hf_path={tokenizer_path}: task.name={name} needs a tokenizer with an end-of-text token."
+                f"model.hf_path={tokenizer_path}: task.name={name} needs a tokenizer with an end-of-text "
+                "token."
             )
         self._path, self._system_prompt = tokenizer_path, system_prompt
 

@@ -45,7 +45,8 @@ def grade_math(*, response: str, answer: object, **_: object) -> float:
     import math_verify
 
     found = math_verify.parse(response, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    return float(math_verify.verify(parse_answer(answer_text(answer)), found, timeout_seconds=None))
+    right = list(parse_answer(answer_text(answer)))
+    return float(math_verify.verify(right, found, timeout_seconds=None))
 
 
 def answer_text(answer: object) -> str:

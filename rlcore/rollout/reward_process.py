@@ -1,4 +1,4 @@
-"""One reward process as its rank sees it: started, given responses, timed, ended together with its children."""
+"""One reward process as its rank sees it: started, given responses, timed, ended with all it has started."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlcore.rollout.reward_wire import receive_bytes, send_bytes
 from rlcore.rollout.reward_worker import LEAVE
 
 START_TIMEOUT_S = 300.0
-"""Room for a task that loads something large on a busy machine; below the time-out of a default run's ranks."""
+"""Room for a task that loads something large on a busy machine; below the default `parallel.timeout_s`."""
 END_TIMEOUT_S = 5.0
 """A process that survives SIGKILL so long is stuck in the kernel; nobody waits for it."""
 
-# The variables `channel` and `lifeline` are the program's own: both stay open until the interpreter has ended.
+# `channel` and `lifeline` are variables of the program's own: both stay open until the interpreter has ended.
 _PROGRAM = """
 import json, socket, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -40,8 +40,8 @@ class ProcessLost(Exception):
 
 
 class RewardProcess:
-    """A process that is started, idle, or has one response (`job`) to grade. Never forked from the rank, which
-    holds threads and connections.
+    """A process that is started, idle, or has one response (`job`) to grade. Never forked from the rank,
+    which holds threads and connections.
     """
 
     def __init__(self, setup: bytes, timeout_s: float) -> None:

@@ -1,8 +1,8 @@
 """Between a rank and its reward processes: length-prefixed pickles over a socket, every wait bounded.
 
-To the process: first `(TaskConfig, tokenizer path, seed)`, then `(Prompt, response ids)` one at a time, `None`
-to leave. From the process: first `""` when it can grade or the reason why not, then one `(reward, reason)` a
-response.
+To the process: first `(TaskConfig, tokenizer path, seed)`, then `(Prompt, response ids)` one at a time,
+`None` to leave. From the process: first `""` when it can grade or the reason why not, then one `(reward,
+reason)` a response.
 """
 
 from __future__ import annotations

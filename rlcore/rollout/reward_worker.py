@@ -1,4 +1,4 @@
-"""The reward process: builds the task again and grades one response after the other until it is told to leave.
+"""The reward process: builds the task again and grades one response after the other, until told to leave.
 
 It ends with the process that started it, whatever the reward function is doing.
 """
@@ -18,7 +18,7 @@ from rlcore.rollout.reward_wire import receive_bytes, send_bytes
 
 
 def serve(channel: socket.socket, lifeline: int) -> None:
-    """Grades what comes over `channel`. `lifeline`: a pipe whose other end the starting process alone holds."""
+    """Grades what comes over `channel`. `lifeline`: its parent alone holds the pipe's other end."""
     # A terminal's Ctrl-C is for the rank, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Programs that a reward function starts must not hold these open.
