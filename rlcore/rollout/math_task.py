@@ -63,14 +63,15 @@ def answer_text(answer: object) -> str:
 def parse_answer(text: str) -> tuple[Any, ...]:
     """What math-verify reads in a right answer; empty where that is no expression.
 
-    Read whole, as if it stood in a box; plain text where that gives nothing, as for `50%`.
+    Read whole, as if it stood in a box; also as plain text where the box gives nothing but its text back, as
+    for a percentage.
     """
     import math_verify
 
     delimited = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+    found: list[Any] = []
     for form in (text,) if delimited else (f"\\boxed{{{text}}}", text):
-        found = math_verify.parse(form, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        # Its fallback is the bare text.
+        found += math_verify.parse(form, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         if any(not isinstance(one, str) for one in found):
             return tuple(found)
     return ()

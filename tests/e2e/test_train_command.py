@@ -85,7 +85,7 @@ def test_a_step_without_any_reward_ends_the_run_with_one_line(tmp_path):
 
 
 def test_rewards_that_fail_cost_their_samples(tmp_path):
-    """Of 16 samples 4 raise, 4 end their process and 4 hang; the run goes on to its end without a word more."""
+    """Of 16 samples 4 raise, 4 end their process and 4 hang; the run goes on, without a word more."""
     words = ["task.name=tests.e2e.broken_tasks:UnluckyTask", "task.reward_timeout_s=0.5"]
     words += ["task.reward_workers=2", f"run_dir={tmp_path}/run"]
     done = rlcore("train", *TWO_RANKS, *words)
