@@ -44,7 +44,7 @@ class RaisingTask(_BreaksInSecondStep):
 
 
 class UnluckyTask(_BreaksInSecondStep):
-    """All rewards of three prompts of four: one way each."""
+    """All rewards of the first three prompts: one way each."""
 
     def go_wrong(self, index):
         if index == 0:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlcore.batch import Graded, Prompt, Rollout
+from rlcore.collectives import record_collectives
 from rlcore.config_rollout import TaskConfig
 from rlcore.grading import score
 from rlcore.groups import ParallelGroups
@@ -181,10 +182,12 @@ def _score_ranks(rank, world_size, outcomes):
     rollout = make_rollout([prompt.group_id for prompt in prompts])
     grader = CountingGrader(outcomes[rank // 2])
     try:
-        got = score(rollout, prompts, grader, groups)
+        with record_collectives() as calls:
+            got = score(rollout, prompts, grader, groups)
     except ValueError as error:
         return str(error)
-    return got.reward_s.tolist(), got.graded_s.tolist(), list(got.notes), grader.num_asked
+    kinds = [f"{call.kind} {call.group_size}" for call in calls]
+    return got.reward_s.tolist(), got.graded_s.tolist(), list(got.notes), grader.num_asked, kinds
 
 
 @pytest.mark.distributed
@@ -193,6 +196,7 @@ def test_rewards_are_computed_once_per_replica_and_agree_on_its_ranks():
     assert [result[0] for result in results] == [[1.0, 2.0]] * 2 + [[3.0, 4.0]] * 2
     assert [result[3] for result in results] == [2, 0, 2, 0]
     assert all(result[1] == [True, True] and result[2] == [] for result in results)
+    assert all(result[4] == ["all_reduce 4", "broadcast 2", "all_reduce 2"] for result in results)
 
 
 @pytest.mark.distributed
@@ -201,6 +205,8 @@ def test_failures_of_one_replica_are_known_to_all():
     results = run_ranks(_score_ranks, 4, ([1.0, 2.0], [BOOM, "größer"]))
     note = f"2 of 4 samples have no reward: {BOOM}; größer"
     assert all(result[2] == [note] for result in results)
+    kinds = ["all_reduce 4", "broadcast 2", "all_reduce 2", "all_gather 4"]
+    assert all(result[4] == kinds for result in results)
     assert [result[1] for result in results] == [[True, True]] * 2 + [[False, False]] * 2
     assert [result[0] for result in results] == [[1.0, 2.0]] * 2 + [[0.0, 0.0]] * 2
 

@@ -87,6 +87,17 @@ def test_a_reward_process_does_not_take_itself_for_a_rank(pool, monkeypatch):
     assert outcomes(InlineGrader(ObeyingTask(None, None, 0)).grade(*batch(("names", names)))) == [6.0]
 
 
+def test_a_process_that_ends_between_two_batches_costs_one_sample(pool):
+    pool.grade(*batch(("length", None), ("length", None)))
+    os.kill(pool._processes[0]._process.pid, signal.SIGKILL)
+    graded = pool.grade(*batch(*[("length", None)] * 4))
+    lost = [one.reason for one in graded if one.reward is None]
+    assert lost == ["the reward process was killed by SIGKILL"]
+    assert [one.reward for one in graded if one.reward is not None] == [
+        float(i) for i, one in enumerate(graded) if one.reward is not None
+    ]
+
+
 def test_what_cannot_be_sent_costs_its_sample(pool):
     graded = pool.grade(*batch(("return", lambda: 1), ("length", None), ("return", 2)))
     assert graded[0].reward is None and "cannot be sent to a reward process" in graded[0].reason
