@@ -43,6 +43,7 @@ setup(
             "gguf",
             "accelerate",
             "reasoning-gym",
+            "math-verify",
         ],
         "vllm": [f"vllm=={VLLM}", "httpx"],
         # The CPU build, another package of the same module. It brings torchvision, torchaudio and torchcodec

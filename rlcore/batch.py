@@ -32,6 +32,16 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Graded:
+    """What became of grading one response."""
+
+    reward: float | None
+    """Finite; None: the response has no reward."""
+    reason: str = ""
+    """Why it has none, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """What a rollout engine produced on one data-parallel rank. Token-aligned, right-padded."""
 

@@ -176,16 +176,21 @@ def raise_together(error: BaseException | None, group: Group, device: torch.devi
     """
     failed = torch.tensor([0 if error is None else 1], dtype=torch.int32, device=device)
     if bool(all_reduce_(failed, "max", group)[0]):
-        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        message[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        gathered = all_gather(message.to(device), group).cpu()
+        reasons = all_gather_text("" if error is None else f"{type(error).__name__}: {error}", group, device)
         if error is not None:
             raise error
-        rank = int((gathered[:, 0] != 0).nonzero()[0])
-        reason = bytes(gathered[rank][gathered[rank] != 0].tolist()).decode(errors="replace")
-        raise ValueError(f"rank {rank} of {len(gathered)} failed: {reason}")
+        rank = next(rank for rank, reason in enumerate(reasons) if reason)
+        raise ValueError(f"rank {rank} of {len(reasons)} failed: {reasons[rank]}")
 
 
-# Room for one message that a rank sends to its peers when it fails.
+def all_gather_text(text: str, group: Group, device: torch.device | str = "cpu") -> list[str]:
+    """Every rank's text, in group-rank order, of each what fits into `_MESSAGE_BYTES`. One all-gather."""
+    written = text.encode(errors="replace").replace(b"\0", b"")[:_MESSAGE_BYTES]
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    message[: len(written)] = torch.tensor(list(written), dtype=torch.uint8)
+    gathered = all_gather(message.to(device), group).cpu()
+    return [bytes(row[row != 0].tolist()).decode(errors="replace") for row in gathered]
+
+
+# Room for one message that a rank sends to its peers.
 _MESSAGE_BYTES = 1024

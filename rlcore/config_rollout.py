@@ -110,7 +110,7 @@ class TaskConfig:
     own.
     """
     size: int = 1000
-    """Number of distinct prompts."""
+    """Number of distinct prompts; of a file, the first so many lines."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the task by name."""
     reward_workers: int = 1

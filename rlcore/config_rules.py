@@ -68,6 +68,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise ConfigError(f"nproc={world_size}: expected a count of at least 1.")
     dp_size = data_parallel_size(config, world_size)
     check_expert_ranks(config.parallel.ep, dp_size, config.parallel.cp)
+    if world_size > 1:
+        check_reward_timeout(config)
     if config.rollout.prompts_per_step % dp_size:
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide over {dp_size} "
@@ -86,6 +88,16 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{rows}. Change train.microbatch_size or the batch."
         )
     check_microbatch_groups(config, minibatch // rows)
+
+
+def check_reward_timeout(config: RunConfig) -> None:
+    """A reward function that hangs is given up before the ranks that wait for its replica give up."""
+    task, timeout_s = config.task, config.parallel.timeout_s
+    if task.reward_workers > 0 and task.reward_timeout_s >= timeout_s:
+        raise ConfigError(
+            f"task.reward_timeout_s={task.reward_timeout_s:g} is not below parallel.timeout_s={timeout_s:g}: "
+            "one reward function that hangs would end the run. Lower the one or raise the other."
+        )
 
 
 def check_minibatch_shares(minibatch: int, dp_size: int) -> None:
@@ -136,6 +148,7 @@ def check_ranges(config: RunConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_grad": optimizer.clip_grad,
         "train.save_every": config.train.save_every,
+        "task.reward_workers": config.task.reward_workers,
     }
     _check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
     positive = {
@@ -146,7 +159,10 @@ def check_ranges(config: RunConfig) -> None:
     _check_each(positive, lambda value: 0 < value < math.inf, "a finite number > 0")
     betas = {"optimizer.adam_beta1": optimizer.adam_beta1, "optimizer.adam_beta2": optimizer.adam_beta2}
     _check_each(betas, lambda value: 0 <= value < 1, "a number in [0, 1)")
-    timeout = {"parallel.timeout_s": config.parallel.timeout_s}
+    timeout = {
+        "parallel.timeout_s": config.parallel.timeout_s,
+        "task.reward_timeout_s": config.task.reward_timeout_s,
+    }
     # Transports count milliseconds.
     _check_each(timeout, lambda value: 0.001 <= value <= MAX_TIMEOUT_S, "seconds from 0.001 to 1e9")
     _check_each({"seed": config.seed}, lambda value: 0 <= value < 2**32, "an integer in [0, 2^32)")

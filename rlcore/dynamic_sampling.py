@@ -15,6 +15,8 @@ class SampleSelection:
 
     counts_s: torch.Tensor
     """Takes part: the sample mask."""
+    reward_failed_s: torch.Tensor
+    """Left because it has no reward."""
     truncated_s: torch.Tensor
     """Left because the response did not end by itself."""
     equal_group_s: torch.Tensor
@@ -23,6 +25,7 @@ class SampleSelection:
 
 def select_samples(
     raw_reward_s: torch.Tensor,
+    graded_s: torch.Tensor,
     group_id_s: torch.Tensor,
     finished_s: torch.Tensor,
     *,
@@ -31,18 +34,22 @@ def select_samples(
 ) -> SampleSelection:
     """The samples that take part, from raw rewards: before any shaping, length penalty or KL term.
 
-    Shapes: `[S]` each; `raw_reward_s` floating, `group_id_s` integer, `finished_s` bool: the response ended
-    by itself. A truncated response says nothing about its reward, so it leaves first, and its group is judged
-    by the others. A group of one is equal.
+    Shapes: `[S]` each; `raw_reward_s` floating, `graded_s` bool: the sample has a reward, `group_id_s`
+    integer, `finished_s` bool: the response ended by itself. A sample without a reward leaves first. A
+    truncated response says nothing about its reward, so it leaves next, and its group is judged by the
+    others. A group of one is equal.
     Collectives: none: a group lies on one rank. Mutates: nothing. Raises `ValueError` for a bad reward.
     Source: Yu et al. 2025 (DAPO), dynamic sampling and overlong filtering.
     """
-    truncated_s = ~finished_s if mask_truncated else torch.zeros_like(finished_s)
-    counts_s = ~truncated_s
+    truncated_s = graded_s & ~finished_s if mask_truncated else torch.zeros_like(finished_s)
+    counts_s = graded_s & ~truncated_s
     differs_s = groups_that_differ(raw_reward_s, group_id_s, counts_s)
     equal_group_s = counts_s & ~differs_s if drop_equal_groups else torch.zeros_like(finished_s)
     return SampleSelection(
-        counts_s=counts_s & ~equal_group_s, truncated_s=truncated_s, equal_group_s=equal_group_s
+        counts_s=counts_s & ~equal_group_s,
+        reward_failed_s=~graded_s,
+        truncated_s=truncated_s,
+        equal_group_s=equal_group_s,
     )
 
 

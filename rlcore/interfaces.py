@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from rlcore.batch import Prompt, Rollout, ScoredTokens, StepResult, TrainBatch
+from rlcore.batch import Graded, Prompt, Rollout, ScoredTokens, StepResult, TrainBatch
 from rlcore.groups import ParallelGroups
 
 
@@ -98,7 +98,10 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, response_ids: Sequence[int]) -> float:
-        """Grades one response (without the end-of-text id). May raise: the step then fails on all ranks."""
+        """Grades one response (without the end-of-text id) from its arguments alone: it may run in another
+        process, on a copy of the task that was never asked for prompts. May raise: the sample then has no
+        reward.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -106,9 +109,29 @@ class Task(Protocol):
         ...
 
 
+class Grader(Protocol):
+    """Grades responses. Only the first rank of each model replica asks it."""
+
+    def grade(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Graded]:
+        """One outcome a response, in order; `prompts` holds each response's own. No collective.
+
+        A reward function that raises, or returns something that is not a finite number, costs its sample.
+        Raises `ValueError` when nothing can be graded at all.
+        """
+        ...
+
+
 class RunLog(Protocol):
     """Where the loop reports. One object a rank; all but rank 0's do nothing."""
 
-    def step(self, step: int, metrics: Mapping[str, float], updates: Sequence[StepResult]) -> None:
-        """Records a finished step: its own metrics and the outcome of each of its optimizer steps."""
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        updates: Sequence[StepResult],
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Records a finished step: its own metrics, the outcome of each of its optimizer steps, and what a
+        person should know of it.
+        """
         ...

@@ -40,7 +40,13 @@ class StepDisplay(Protocol):
 class SilentLog:
     """The log of every rank but the first."""
 
-    def step(self, step: int, metrics: Mapping[str, float], updates: Sequence[StepResult]) -> None:
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        updates: Sequence[StepResult],
+        notes: Sequence[str] = (),
+    ) -> None:
         """Does nothing."""
 
 
@@ -63,8 +69,16 @@ class RunLog:
         if self._board is not None:
             self._board.close()
 
-    def step(self, step: int, metrics: Mapping[str, float], updates: Sequence[StepResult]) -> None:
-        """Writes one whole line (of the last optimizer step, where there are several) and flushes it."""
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        updates: Sequence[StepResult],
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Writes one whole line (of the last optimizer step, where there are several) and flushes it; shows
+        the notes, which no file keeps.
+        """
         board = self._board = self._board or self._open()
         skipped = [update for update in updates if not update.stepped]
         record = {
@@ -83,6 +97,8 @@ class RunLog:
             if name != "step":
                 board.add_scalar(name, value, step)
         self._display.step(record)
+        for note in notes:
+            self._display.note(f"step {step}: {note}")
         for update in skipped:
             self._display.note(f"step {step}: the update was skipped: {update.reason}")
 

@@ -14,25 +14,32 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
-from rlcore.batch import Prompt, Rollout, StepResult, TrainBatch
-from rlcore.collectives import broadcast_, raise_together
+from rlcore.batch import Rollout, StepResult, TrainBatch
 from rlcore.config import AdvantageConfig, RunConfig
 from rlcore.dynamic_sampling import SampleSelection, select_samples
+from rlcore.grading import score
 from rlcore.groups import ParallelGroups
-from rlcore.interfaces import PolicyWorker, RolloutEngine, RunLog, Task
+from rlcore.interfaces import Grader, PolicyWorker, RolloutEngine, RunLog, Task
 from rlcore.masks import kl_mask, retained_mask
 from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_over, reduce_metrics
 from rlcore.ops.kl import MAX_LOG_RATIO, k3_of_log_ratio, kl_reward_penalty
-from rlcore.reward_groups import MAX_REWARD, group_rewards
+from rlcore.reward_groups import group_rewards
 from rlcore.rollouts import Rollouts
 
 
-def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: Task, log: RunLog) -> None:
+def train(
+    config: RunConfig,
+    worker: PolicyWorker,
+    engine: RolloutEngine,
+    task: Task,
+    grader: Grader,
+    log: RunLog,
+) -> None:
     """Runs `config.train.steps` steps. Collective: every rank of the run calls it with its own worker and
     engine.
 
-    Raises `ValueError` on all ranks when the task's prompts or a reward cannot be used; the step is then left
-    before any update.
+    Raises `ValueError` on all ranks when the task's prompts cannot be used, or no response of a step has a
+    reward; the step is then left before any update.
     """
     groups = worker.groups
     rollouts = Rollouts(config, worker, engine, task)
@@ -40,9 +47,11 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
     for step in range(config.train.steps):
         started = time.perf_counter()
         prompts, rollout = rollouts.take(step)
-        reward_s = score(rollout, prompts, task, groups)
+        rewards = score(rollout, prompts, grader, groups)
+        reward_s = rewards.reward_s
         selection = select_samples(
             reward_s,
+            rewards.graded_s,
             rollout.group_id_s,
             rollout.finished_s,
             drop_equal_groups=config.advantage.drop_equal_groups,
@@ -71,77 +80,9 @@ def train(config: RunConfig, worker: PolicyWorker, engine: RolloutEngine, task: 
             "time/step_s": finished - started,
             "time/tokens_per_s": metrics["batch/tokens"] / (finished - started),
         }
-        log.step(step, metrics, updates)
+        log.step(step, metrics, updates, rewards.notes)
         num_refused = refused_in_a_row(updates, num_refused, config.train.max_refused_updates)
         save_if_due(config, worker, step)
-
-
-def score(rollout: Rollout, prompts: Sequence[Prompt], task: Task, groups: ParallelGroups) -> torch.Tensor:
-    """`[S]` float64 rewards, computed once per model replica and sent to its other ranks.
-
-    A reward function that raises, or returns something that is not a finite number, raises on all ranks of
-    the run.
-    """
-    reward_s = torch.zeros(rollout.ids_sl.shape[0], dtype=torch.float64)
-    error: ValueError | None = None
-    if groups.is_model_leader:
-        try:
-            reward_s = grade_all(rollout, prompts, task)
-        except ValueError as cause:
-            error = cause
-    device = rollout.ids_sl.device
-    # Every rank waits here for the replica leaders, so no rank is left alone in a later collective.
-    raise_together(error, groups.world, device)
-    return broadcast_(reward_s.to(device), 0, groups.model)
-
-
-def grade_all(rollout: Rollout, prompts: Sequence[Prompt], task: Task) -> torch.Tensor:
-    """`[S]` float64 rewards, or a `ValueError` naming the first sample that has none."""
-    reward_s = torch.zeros(rollout.ids_sl.shape[0], dtype=torch.float64)
-    graded = zip(prompt_of_rows(rollout, prompts), responses(rollout), strict=True)
-    for row, (prompt, response_ids) in enumerate(graded):
-        try:
-            reward_s[row] = grade(task, prompt, response_ids)
-        except ValueError as cause:
-            raise ValueError(f"reward of sample {row}: {cause}") from cause
-    return reward_s
-
-
-def prompt_of_rows(rollout: Rollout, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Each row's prompt: equally many rows a prompt, next to each other, in the order of the prompts."""
-    samples = rollout.ids_sl.shape[0] // len(prompts)
-    rows = [prompt for prompt in prompts for _ in range(samples)]
-    if [prompt.group_id for prompt in rows] != rollout.group_id_s.tolist():
-        raise ValueError(
-            f"the rollout engine returned rows of the groups {rollout.group_id_s.tolist()}: expected "
-            f"{samples} rows for each of {[prompt.group_id for prompt in prompts]}, in that order."
-        )
-    return rows
-
-
-def grade(task: Task, prompt: Prompt, response_ids: Sequence[int]) -> float:
-    """One reward as a finite float, or an exception that says what the reward function did."""
-    try:
-        reward = float(task.reward(prompt, response_ids))
-    except (Exception, SystemExit) as cause:
-        raise ValueError(f"the reward function raised {type(cause).__name__}: {cause}") from cause
-    # NaN compares False. The same bound as in the estimators, which run on each rank for itself.
-    if not abs(reward) <= MAX_REWARD:
-        raise ValueError(
-            f"the reward function returned {reward}; it must return a finite number of at most "
-            f"{MAX_REWARD:g} in magnitude. Return 0.0 for a response that cannot be graded."
-        )
-    return reward
-
-
-def responses(rollout: Rollout) -> Iterator[list[int]]:
-    """Each row's response ids, without the end-of-text id of those that finished."""
-    start_s, stop_s = (
-        rollout.prompt_length_s.tolist(),
-        (rollout.length_s - rollout.finished_s.long()).tolist(),
-    )
-    for row_l, start, stop in zip(rollout.ids_sl.tolist(), start_s, stop_s, strict=True):
-        yield row_l[start:stop]
 
 
 def token_advantages(
@@ -257,20 +198,22 @@ def step_metrics(
 ) -> dict[str, Metric]:
     """What one rank knows about its share of a step, before any reduction.
 
-    Rewards and responses are those of every sample drawn, whether it takes part in the update or not.
+    Rewards and responses are those of every sample drawn, whether it takes part in the update or not; a
+    sample without a reward is in no figure about rewards.
     """
-    every_s = torch.ones_like(rollout.finished_s)
+    every_s, graded_s = torch.ones_like(rollout.finished_s), ~selection.reward_failed_s
     length_s = rollout.token_mask_sl.sum(dim=1)
-    equal_g = group_rewards(reward_s, rollout.group_id_s).equal_g
+    equal_g = group_rewards(reward_s, rollout.group_id_s, graded_s).equal_g
     return {
-        "reward/mean": mean_over(reward_s, every_s),
-        "reward/max": max_over(reward_s, every_s),
+        "reward/mean": mean_over(reward_s, graded_s),
+        "reward/max": max_over(reward_s, graded_s),
         "reward/equal_groups": mean_over(equal_g, torch.ones_like(equal_g)),
         "response/length": Mean(length_s.sum(), len(reward_s)),
         "response/length_quantile": quantiles_over(length_s, every_s),
         "response/truncated": mean_over(~rollout.finished_s, every_s),
         "rollout/staleness": max_over(step - rollout.version_s, every_s),
         "samples/counted": Sum(selection.counts_s.sum()),
+        "samples/reward_failed": Sum(selection.reward_failed_s.sum()),
         "samples/masked_truncated": Sum(selection.truncated_s.sum()),
         "samples/dropped_equal_group": Sum(selection.equal_group_s.sum()),
         **mismatch_metrics(batch),

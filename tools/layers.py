@@ -67,13 +67,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.dynamic_sampling": ("rlcore.reward_groups",),
     "rlcore.run_log": (*CORE, *INTERFACES),
     "rlcore.rollouts": (*CORE, *INTERFACES),
+    "rlcore.grading": (*CORE, *INTERFACES),
     "rlcore.trainer": (
-        *(*CORE, *INTERFACES, "rlcore.advantages", "rlcore.dynamic_sampling"),
+        *(*CORE, *INTERFACES, "rlcore.advantages", "rlcore.dynamic_sampling", "rlcore.grading"),
         *("rlcore.reward_groups", "rlcore.rollouts", "rlcore.ops.kl"),
     ),
     "rlcore.ops": CORE,
     "rlcore.layout": CORE,
-    "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.weight_sync"),
+    "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.reward_groups", "rlcore.weight_sync"),
     "rlcore.weight_sync": (*CORE, *INTERFACES),
     "rlcore.lint": (*CORE, *INTERFACES),
     "rlcore.cli": ("rlcore", "megatron_worker"),
@@ -96,7 +97,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 LAZY = {
     *("vllm", "transformer_engine", "apex", "triton", "mbridge", "ray", "wandb"),
-    *("transformers", "reasoning_gym", "gguf", "accelerate"),
+    *("transformers", "reasoning_gym", "math_verify", "gguf", "accelerate"),
 }
 """Optional packages: only inside functions, so that importing a module never needs them."""
 

@@ -17,6 +17,8 @@ def train_rank(config: RunConfig) -> None:
     from rlcore.cli.progress import make_display
     from rlcore.cli.report import write_report
     from rlcore.rollout.engines import start_engine
+    from rlcore.rollout.reward import InlineGrader
+    from rlcore.rollout.reward_pool import RewardPool
     from rlcore.rollout.tasks import make_task
     from rlcore.run_log import RunLog, SilentLog
     from rlcore.trainer import train
@@ -28,12 +30,15 @@ def train_rank(config: RunConfig) -> None:
         stack.callback(worker.close)
         stack.push(record_before_closing)
         engine = start_engine(config, worker, task.eos_id, stack)
+        grader = InlineGrader(task)
+        if worker.groups.is_model_leader and config.task.reward_workers > 0:
+            grader = stack.enter_context(RewardPool(config.task, config.model.hf_path, config.seed))
         if os.environ["RANK"] != "0":
-            train(config, worker, engine, task, SilentLog())
+            train(config, worker, engine, task, grader, SilentLog())
             return
         display = stack.enter_context(make_display(config.train.steps))
         log = stack.enter_context(RunLog(config, display))
-        train(config, worker, engine, task, log)
+        train(config, worker, engine, task, grader, log)
     write_report(log.folder, seconds=time.perf_counter() - started)
 
 

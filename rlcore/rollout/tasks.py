@@ -12,15 +12,17 @@ from rlcore.rollout.echo_task import EchoTask
 _REASONING_GYM = "reasoning_gym/"
 
 
-def make_task(config: TaskConfig, tokenizer_path: str | None, seed: int) -> Task:
+def make_task(
+    config: TaskConfig, tokenizer_path: str | None, seed: int, *, grades_only: bool = False
+) -> Task:
     """The task `config.name` asks for.
 
     - `echo`: characters, no tokenizer (`tokenizer_path` must be None);
-    - `reasoning_gym/<dataset>`: needs the tokenizer folder of a Hugging Face model;
+    - `reasoning_gym/<dataset>`, `jsonl`, `math`: need the tokenizer folder of a Hugging Face model;
     - `package.module:factory`: your own; called as `factory(config, tokenizer_path, seed)`.
 
-    `seed` fixes the prompts. Raises `ConfigError` naming `task.name` or `task.args` when the task cannot be
-    built.
+    `seed` fixes the prompts. `grades_only`: no prompts will be asked for, which some tasks make use of.
+    Raises `ConfigError` naming `task.name` or `task.args` when the task cannot be built.
     """
     if config.name == "echo":
         if tokenizer_path is not None:
@@ -29,23 +31,28 @@ def make_task(config: TaskConfig, tokenizer_path: str | None, seed: int) -> Task
                 f"({tokenizer_path}). Set model.hf_path=null, or choose a reasoning_gym/<dataset> task."
             )
         return EchoTask(config, seed)
-    if config.name.startswith(_REASONING_GYM):
-        if tokenizer_path is None:
-            raise ConfigError(
-                f"task.name={config.name} needs a tokenizer. Set model.hf_path to a Hugging Face model "
-                "folder."
-            )
-        from rlcore.rollout.reasoning_gym_task import ReasoningGymTask
-
-        return ReasoningGymTask(
-            config, tokenizer_path, seed, dataset=config.name.removeprefix(_REASONING_GYM)
-        )
     if ":" in config.name:
         return _load_factory(config.name)(config, tokenizer_path, seed)
-    raise ConfigError(
-        f"task.name={config.name}: expected echo, reasoning_gym/<dataset>, or package.module:factory of "
-        "your own."
-    )
+    if config.name not in ("jsonl", "math") and not config.name.startswith(_REASONING_GYM):
+        raise ConfigError(
+            f"task.name={config.name}: expected echo, reasoning_gym/<dataset>, jsonl, math, or "
+            "package.module:factory of your own."
+        )
+    if tokenizer_path is None:
+        raise ConfigError(
+            f"task.name={config.name} needs a tokenizer. Set model.hf_path to a Hugging Face model folder."
+        )
+    if config.name == "jsonl":
+        from rlcore.rollout.jsonl_task import JsonlTask
+
+        return JsonlTask(config, tokenizer_path, seed, grades_only)
+    if config.name == "math":
+        from rlcore.rollout.math_task import MathTask
+
+        return MathTask(config, tokenizer_path, seed, grades_only)
+    from rlcore.rollout.reasoning_gym_task import ReasoningGymTask
+
+    return ReasoningGymTask(config, tokenizer_path, seed, dataset=config.name.removeprefix(_REASONING_GYM))
 
 
 def _load_factory(name: str):

@@ -1,9 +1,11 @@
-"""Tasks that go wrong in the second step, for `task.name=tests.e2e.broken_tasks:...`."""
+"""Tasks that go wrong in the second step, for `task.name=tests.e2e.broken_tasks:...`.
+
+A prompt carries its step to the reward, which runs in another process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 import time
@@ -16,23 +18,41 @@ from rlcore.rollout.echo_task import EchoTask
 class _BreaksInSecondStep(EchoTask):
     def __init__(self, config: TaskConfig, tokenizer_path: str | None, seed: int) -> None:
         super().__init__(dataclasses.replace(config, name="echo"), seed)
-        self._step = 0
 
     def prompts(self, step, num_prompts):
-        self._step = step
-        return super().prompts(step, num_prompts)
+        prompts = super().prompts(step, num_prompts)
+        return [
+            dataclasses.replace(prompt, answer=(prompt.answer, step, index))
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def reward(self, prompt, response_ids):
+        letter, step, index = prompt.answer
+        if step == 1:
+            self.go_wrong(index)
+        return super().reward(dataclasses.replace(prompt, answer=letter), response_ids)
+
+    def go_wrong(self, index):
+        """In the second step, for each response to the prompt with this index."""
 
 
 class RaisingTask(_BreaksInSecondStep):
-    def reward(self, prompt, response_ids):
-        if self._step == 1:
-            raise RuntimeError("the grader is down")
-        return super().reward(prompt, response_ids)
+    """Every reward."""
+
+    def go_wrong(self, index):
+        raise RuntimeError("the grader is down")
 
 
-class NanTask(_BreaksInSecondStep):
-    def reward(self, prompt, response_ids):
-        return math.nan if self._step == 1 else super().reward(prompt, response_ids)
+class UnluckyTask(_BreaksInSecondStep):
+    """All rewards of the first three prompts: one way each."""
+
+    def go_wrong(self, index):
+        if index == 0:
+            raise RuntimeError("this one is broken")
+        if index == 1:
+            os._exit(3)
+        if index == 2:
+            time.sleep(60)
 
 
 class KilledTask(_BreaksInSecondStep):
@@ -47,10 +67,8 @@ class KilledTask(_BreaksInSecondStep):
 class SlowTask(_BreaksInSecondStep):
     """The rank that grades keeps its peer waiting."""
 
-    def reward(self, prompt, response_ids):
-        if self._step == 1:
-            time.sleep(60)
-        return super().reward(prompt, response_ids)
+    def go_wrong(self, index):
+        time.sleep(60)
 
 
 class LonelyTask(_BreaksInSecondStep):

@@ -70,22 +70,34 @@ def test_the_demo_with_experts_for_two_steps(tmp_path):
     assert saved["model_type"] == "mixtral" and saved["num_local_experts"] == 4
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("RaisingTask", "reward of sample 0: the reward function raised RuntimeError: the grader is down"),
-        ("NanTask", "reward of sample 0: the reward function returned nan"),
-    ],
-)
-def test_a_bad_reward_ends_the_run_with_one_line(tmp_path, task, message):
+def test_a_step_without_any_reward_ends_the_run_with_one_line(tmp_path):
     """The first step stays in the folder, whole; the second leaves nothing."""
     folder = tmp_path / "run"
-    done = rlcore("train", *TWO_RANKS, f"task.name=tests.e2e.broken_tasks:{task}", f"run_dir={folder}")
+    done = rlcore("train", *TWO_RANKS, "task.name=tests.e2e.broken_tasks:RaisingTask", f"run_dir={folder}")
     assert done.returncode == 2, done.stderr
+    message = (
+        "none of the step's 16 responses has a reward: the reward function raised RuntimeError: the grader"
+    )
     assert message in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.startswith("rlcore: error:") and done.stderr.count("\n") == 1
     assert [record["step"] for record in lines(folder)] == [0]
     assert not folder.joinpath("policy").exists() and not folder.joinpath("report.txt").exists()
+
+
+def test_rewards_that_fail_cost_their_samples(tmp_path):
+    """Of 16 samples 2 raise, 2 end their process and 2 hang; the run goes on, without a word more."""
+    words = ["task.name=tests.e2e.broken_tasks:UnluckyTask", "task.reward_timeout_s=0.5"]
+    words += ["task.reward_workers=2", f"run_dir={tmp_path}/run"]
+    words += ["rollout.prompts_per_step=8", "rollout.samples_per_prompt=2"]
+    done = rlcore("train", *TWO_RANKS, *words)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "step 1: 6 of 16 samples have no reward: the reward function raised RuntimeError:" in done.stdout
+    assert "left with exit code 3" in done.stdout and "took more than 0.5 s" in done.stdout
+    records = lines(tmp_path / "run")
+    assert [record["samples/reward_failed"] for record in records] == [0.0, 6.0, 0.0]
+    assert [record["samples/counted"] for record in records] == [16.0, 10.0, 16.0]
+    assert all(record["update/skipped"] == 0.0 for record in records)
+    assert records[1]["tokens/sample_masked"] > 0 == records[0]["tokens/sample_masked"]
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path):
@@ -98,8 +110,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
 
 
 def test_a_rank_that_waits_too_long_names_the_time_out(tmp_path):
-    """20 s: room for the start of a busy machine, a third of what the grader takes."""
-    words = ["task.name=tests.e2e.broken_tasks:SlowTask", "parallel.timeout_s=20", f"run_dir={tmp_path}/run"]
+    """20 s: room for the start of a busy machine, a third of what the grader takes; no process limits it."""
+    words = ["task.name=tests.e2e.broken_tasks:SlowTask", "task.reward_workers=0"]
+    words += ["parallel.timeout_s=20", f"run_dir={tmp_path}/run"]
     done = rlcore("train", *TWO_RANKS, *words)
     assert done.returncode == 1, done.stderr
     assert "rank 1 failed" in done.stderr and "parallel.timeout_s" in done.stderr

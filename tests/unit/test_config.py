@@ -156,6 +156,8 @@ def test_every_field_is_documented():
         ({"seed": 2**32}, r"seed=4294967296"),
         ({"parallel": {"timeout_s": 0.0}}, r"parallel.timeout_s=0.0: expected seconds"),
         ({"parallel": {"timeout_s": 1e18}}, r"parallel.timeout_s=1e\+18"),
+        ({"task": {"reward_timeout_s": 0.0}}, r"task.reward_timeout_s=0.0: expected seconds"),
+        ({"task": {"reward_workers": -1}}, r"task.reward_workers=-1"),
         ({"nproc": 0}, r"nproc=0: expected a count"),
         ({"rollout": {"prompts_per_step": 0}}, r"rollout.prompts_per_step=0"),
         ({"train": {"minibatch_size": 7}}, r"train.minibatch_size=7 does not divide the 128 sequences"),
@@ -211,6 +213,11 @@ def test_off_values_are_accepted(top_k, top_p):
         ({"train": {"microbatch_size": 48}}, 2, r"train.microbatch_size=48 x 2 data-parallel ranks = 96"),
         ({"train": {"microbatch_size": 8, "minibatch_size": 32}}, 8, r"32 sequences per optimizer step"),
         (
+            {"parallel": {"timeout_s": 30.0}},
+            2,
+            r"task.reward_timeout_s=60 is not below parallel.timeout_s=30: one reward function that hangs",
+        ),
+        (
             {"parallel": {"pp": 2, "vpp": 2}, "train": {"microbatch_size": 128}},
             2,
             r"1 microbatches per optimizer step.* of parallel.pp=2, as parallel.vpp=2.*microbatch_size",
@@ -221,6 +228,11 @@ def test_a_world_that_does_not_fit(sections, world_size, message):
     config = load(**sections)
     with pytest.raises(ConfigError, match=message):
         check_world(config, world_size)
+
+
+def test_a_rank_alone_or_one_that_grades_itself_gives_no_reward_up_for_others():
+    check_world(load(parallel={"timeout_s": 30.0}), 1)
+    check_world(load(parallel={"timeout_s": 30.0}, task={"reward_workers": 0}), 2)
 
 
 def test_a_token_budget_leaves_microbatch_size_out():

@@ -13,17 +13,21 @@ from rlcore.dynamic_sampling import groups_that_differ, select_samples
 REWARDS, IDS = [1.0, 0.5, 0.0, 0.5, 1.0, 2.0], [3, 5, 3, 5, 3, 9]
 
 
-def select(rewards, ids, finished, *, drop_equal_groups=False, mask_truncated=False):
+def select(rewards, ids, finished, *, drop_equal_groups=False, mask_truncated=False, graded=None):
+    """Samples that count, are truncated, are in an equal group; and those without a reward, where asked."""
+    graded_s = torch.tensor([1] * len(rewards) if graded is None else graded).bool()
     got = select_samples(
         torch.tensor(rewards, dtype=torch.float64),
+        graded_s,
         torch.tensor(ids),
         torch.tensor(finished).bool(),
         drop_equal_groups=drop_equal_groups,
         mask_truncated=mask_truncated,
     )
-    together = got.counts_s.int() + got.truncated_s.int() + got.equal_group_s.int()
+    masks = [got.counts_s, got.truncated_s, got.equal_group_s, got.reward_failed_s]
+    together = torch.stack(masks).sum(dim=0)
     assert together.tolist() == [1] * len(rewards), "disjoint, and every sample has its reason"
-    return tuple(mask_s.int().tolist() for mask_s in (got.counts_s, got.truncated_s, got.equal_group_s))
+    return tuple(mask_s.int().tolist() for mask_s in (masks[:3] if graded is None else masks))
 
 
 def test_equal_groups_leave_and_others_stay():
@@ -45,6 +49,17 @@ def test_a_group_is_judged_by_the_samples_still_there():
     """Group 3 without its 0.0 is all ones; what was truncated stays under that reason."""
     got = select(REWARDS, IDS, [1, 1, 0, 1, 1, 1], mask_truncated=True, drop_equal_groups=True)
     assert got == ([0] * 6, [0, 0, 1, 0, 0, 0], [1, 1, 0, 1, 1, 1])
+
+
+def test_a_sample_without_a_reward_leaves_first():
+    """Group 3 without its 0.0, which has none, is equal; group 5's truncated one without a reward has one
+    reason; what stands in place of a reward is not read.
+    """
+    rewards = [1.0, 0.5, math.nan, 0.25, 1.0, 2.0]
+    got = select(rewards, IDS, [1, 0, 1, 1, 1, 1], mask_truncated=True, graded=[1, 0, 0, 1, 1, 1])
+    assert got == ([1, 0, 0, 1, 1, 1], [0] * 6, [0] * 6, [0, 1, 1, 0, 0, 0])
+    got = select(rewards, IDS, [1] * 6, drop_equal_groups=True, graded=[1, 1, 0, 1, 1, 1])
+    assert got == ([0, 1, 0, 1, 0, 0], [0] * 6, [1, 0, 0, 0, 1, 1], [0, 0, 1, 0, 0, 0])
 
 
 def test_a_difference_of_one_rounding_is_a_difference():

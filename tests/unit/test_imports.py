@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import importlib, importlib.abc, pkgutil, sys, threading, warnings
 
-BLOCKED = {"megatron", "vllm", "triton", "ray", "wandb", "transformers", "reasoning_gym", "gguf",
-           "accelerate", "transformer_engine", "apex", "mbridge"}
+BLOCKED = {"megatron", "vllm", "triton", "ray", "wandb", "transformers", "reasoning_gym", "math_verify",
+           "gguf", "accelerate", "transformer_engine", "apex", "mbridge"}
 
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):

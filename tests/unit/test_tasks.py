@@ -75,7 +75,7 @@ def test_echo_arguments_are_checked(args, message):
 @pytest.mark.parametrize(
     ("name", "tokenizer", "message"),
     [
-        ("ehco", None, r"task.name=ehco: expected echo, reasoning_gym/<dataset>, or package.module:factory"),
+        ("ehco", None, r"task.name=ehco: expected echo, reasoning_gym/<dataset>, jsonl, math, or package"),
         ("echo", "models/x", r"task.name=echo has its own character vocabulary.*model.hf_path=null"),
         ("reasoning_gym/basic_arithmetic", None, r"needs a tokenizer. Set model.hf_path"),
         ("no.such.module:Task", None, r"task.name=no.such.module:Task: cannot be loaded"),

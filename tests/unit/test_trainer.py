@@ -12,12 +12,14 @@ import torch.distributed as dist
 
 from rlcore.batch import Prompt, Rollout
 from rlcore.config import load_run_config
+from rlcore.grading import responses, score
 from rlcore.groups import ParallelGroups
 from rlcore.rollout.policy_sampler import PolicySampler
+from rlcore.rollout.reward import InlineGrader
 from rlcore.rollout.tasks import make_task
-from rlcore.rollouts import own_prompts, rollout_seed
+from rlcore.rollouts import rollout_seed
 from rlcore.run_log import RunLog, check_run_folder, read_metrics
-from rlcore.trainer import responses, score, train
+from rlcore.trainer import train
 from tests.rank_pool import run_ranks
 from tests.toy_worker import ToyWorker, toy_config
 
@@ -26,7 +28,7 @@ class RecordingLog:
     def __init__(self):
         self.records = []
 
-    def step(self, step, metrics, updates):
+    def step(self, step, metrics, updates, notes=()):
         self.records.append({"step": step, **metrics, **updates[-1].metrics, "updates": len(updates)})
 
 
@@ -48,7 +50,7 @@ def run(config, log=None, groups=None, task=None):
     worker = ToyWorker(config, task.vocab_size, groups)
     engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
     log = log or RecordingLog()
-    train(config, worker, engine, task, log)
+    train(config, worker, engine, task, InlineGrader(task), log)
     return worker, getattr(log, "records", None)
 
 
@@ -138,7 +140,8 @@ def test_rewards_find_their_prompt_by_row():
 
     def rewards(ids, rollout):
         named = [dataclasses.replace(prompt, group_id=id_) for prompt, id_ in zip(prompts, ids, strict=True)]
-        return score(rollout, named, AnswerTask(), ParallelGroups()).tolist()  # type: ignore[arg-type]
+        grader = InlineGrader(AnswerTask())  # type: ignore[arg-type]
+        return score(rollout, named, grader, ParallelGroups()).reward_s.tolist()
 
     assert rewards([10, 11], rollout) == [1.0, 2.0]
     assert rewards([7, 7], dataclasses.replace(rollout, group_id_s=torch.tensor([7, 7]))) == [1.0, 2.0]
@@ -149,67 +152,6 @@ def test_rewards_find_their_prompt_by_row():
 def test_seeds_differ_between_steps_and_ranks():
     seeds = {rollout_seed(seed, step, rank) for seed in range(3) for step in range(20) for rank in range(4)}
     assert len(seeds) == 240 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-class BadTask:
-    """The echo task, but one response of step 2 is graded badly."""
-
-    def __init__(self, config, outcome):
-        self._echo = make_task(config.task, None, config.seed)
-        self._outcome = outcome
-        self.eos_id, self.vocab_size = self._echo.eos_id, self._echo.vocab_size
-
-    def prompts(self, step, num_prompts):
-        self._step = step
-        return self._echo.prompts(step, num_prompts)
-
-    def decode(self, ids):
-        return self._echo.decode(ids)
-
-    def reward(self, prompt, response_ids):
-        if self._step < 2:
-            return self._echo.reward(prompt, response_ids)
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-
-@pytest.mark.parametrize(
-    ("outcome", "message"),
-    [
-        (SystemExit(3), "sample 0: the reward function raised SystemExit: 3"),
-        (KeyError("grade"), "sample 0: the reward function raised KeyError: 'grade'"),
-        (math.nan, "sample 0: the reward function returned nan"),
-        (math.inf, "returned inf"),
-        (None, "raised TypeError"),
-    ],
-)
-def test_a_bad_reward_stops_the_step_before_the_update(tmp_path, outcome, message):
-    """Two steps are in the folder, whole; the third moved no weight and left no line."""
-    config = toy_config(run_dir=str(tmp_path / "run"), train={"steps": 4, "microbatch_size": 8})
-    task = BadTask(config, outcome)
-    torch.manual_seed(0)
-    worker = ToyWorker(config, task.vocab_size)
-    engine = PolicySampler(worker, config.sampling.spec(), task.eos_id, 4, 16)
-    with RunLog(config, NoDisplay()) as log, pytest.raises(ValueError, match=message):
-        train(config, worker, engine, task, log)
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]
-    assert len(worker.steps) == 2
-
-
-def test_an_interrupt_in_a_reward_is_let_through():
-    config = toy_config(train={"steps": 4, "microbatch_size": 8})
-    with pytest.raises(KeyboardInterrupt):
-        run(config, task=BadTask(config, KeyboardInterrupt()))
-
-
-def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path):
-    config = toy_config(run_dir=str(tmp_path / "run"), train={"steps": 1, "microbatch_size": 8})
-    task = BadTask(config, math.nan)
-    task.prompts = lambda step, n: (setattr(task, "_step", 2), task._echo.prompts(step, n))[1]
-    with RunLog(config, NoDisplay()) as log, pytest.raises(ValueError, match="returned nan"):
-        run(config, log, task=task)
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_run_folder(tmp_path):
@@ -261,58 +203,6 @@ def test_data_parallel_ranks_share_the_prompts(world_size):
                 k: v for k, v in theirs.items() if not k.startswith("time")
             }
     assert records[0]["response/length"] * 64 == pytest.approx(sum(result[3] for result in results))
-
-
-class LeaderTask(BadTask):
-    """Counts how often it is asked, and fails on one rank only."""
-
-    def __init__(self, config, failing_rank):
-        super().__init__(config, None)
-        self.failing_rank, self.calls, self._step = failing_rank, 0, 0
-
-    def reward(self, prompt, response_ids):
-        self.calls += 1
-        if dist.get_rank() == self.failing_rank:
-            raise RuntimeError("boom")
-        return float(len(response_ids))
-
-
-def _score_ranks(rank, world_size, config, failing_rank):
-    """Two replicas of two ranks: (0, 1) and (2, 3)."""
-    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    groups = ParallelGroups(
-        model=replicas[rank // 2], tp=replicas[rank // 2], dp=columns[rank % 2], world=dist.group.WORLD
-    )
-    task = LeaderTask(config, failing_rank)
-    prompts = own_prompts(task, 0, 4, groups)
-    rows = len(prompts)
-    rollout = Rollout(
-        ids_sl=torch.full((rows, 8), 3),
-        prompt_length_s=torch.ones(rows, dtype=torch.int64),
-        length_s=torch.arange(2, 2 + rows) + 2 * groups.dp_rank,
-        sampler_logprob_sl=torch.zeros(rows, 8),
-        finished_s=torch.zeros(rows, dtype=torch.bool),
-        group_id_s=torch.tensor([prompt.group_id for prompt in prompts]),
-        version_s=torch.zeros(rows, dtype=torch.int64),
-    )
-    try:
-        return score(rollout, prompts, task, groups).tolist(), task.calls, ""
-    except ValueError as error:
-        return None, task.calls, str(error)
-
-
-@pytest.mark.distributed
-def test_rewards_are_computed_once_per_replica():
-    results = run_ranks(_score_ranks, 4, toy_config(), -1)
-    assert [result[0] for result in results] == [[1.0, 2.0]] * 2 + [[3.0, 4.0]] * 2
-    assert [result[1] for result in results] == [2, 0, 2, 0]
-
-
-@pytest.mark.distributed
-def test_one_bad_reward_raises_on_every_rank():
-    results = run_ranks(_score_ranks, 4, toy_config(), 2)
-    assert all("the reward function raised RuntimeError: boom" in result[2] for result in results)
 
 
 def test_prompts_are_asked_for_as_configured():

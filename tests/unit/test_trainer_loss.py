@@ -9,9 +9,11 @@ import torch
 
 from rlcore.advantages import grpo_advantages
 from rlcore.batch import ScoredTokens, StepResult, TrainBatch
+from rlcore.grading import responses
 from rlcore.rollout.policy_sampler import PolicySampler
+from rlcore.rollout.reward import InlineGrader
 from rlcore.rollout.tasks import make_task
-from rlcore.trainer import kl_penalty, refused_in_a_row, responses, train
+from rlcore.trainer import kl_penalty, refused_in_a_row, train
 from tests.toy_worker import ToyWorker, toy_config
 
 
@@ -19,7 +21,7 @@ class Log:
     def __init__(self):
         self.records = []
 
-    def step(self, step, metrics, updates):
+    def step(self, step, metrics, updates, notes=()):
         self.records.append((step, metrics, list(updates)))
 
 
@@ -64,7 +66,7 @@ def run(config, **attributes):
     log, error = Log(), None
     engine = Engine(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
     try:
-        train(config, worker, engine, task, log)  # type: ignore[arg-type]
+        train(config, worker, engine, task, InlineGrader(task), log)  # type: ignore[arg-type]
     except ValueError as cause:
         error = cause
     return worker, log, drawn, error

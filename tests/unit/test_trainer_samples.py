@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from rlcore.batch import Rollout, TrainBatch
 from rlcore.dynamic_sampling import SampleSelection
+from rlcore.grading import responses
 from rlcore.groups import ParallelGroups
 from rlcore.metrics import reduce_metrics
 from rlcore.rollout.policy_sampler import PolicySampler
+from rlcore.rollout.reward import InlineGrader
 from rlcore.rollout.tasks import make_task
-from rlcore.trainer import grade, responses, step_metrics, train
+from rlcore.trainer import step_metrics, train
 from tests.rank_pool import run_ranks
 from tests.toy_worker import ToyWorker, toy_config
 
@@ -57,11 +59,11 @@ def run_step(section, groups=None, task=None, **changes):
             return rollout
 
     class Log:
-        def step(self, step, metrics, updates):
+        def step(self, step, metrics, updates, notes=()):
             records.append({**metrics, "stepped": [update.stepped for update in updates]})
 
     engine = Engine(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)
-    train(config, worker, engine, task, Log())  # type: ignore[arg-type]
+    train(config, worker, engine, task, InlineGrader(task), Log())  # type: ignore[arg-type]
     rollout, prompts = drawn["rollout"], drawn["prompts"]
     samples = config.rollout.samples_per_prompt
     rewards = [task.reward(prompts[row // samples], ids) for row, ids in enumerate(responses(rollout))]
@@ -206,7 +208,10 @@ def make_step(sampler, old, keep_old, sample_mask, log_mass):
         old_log_mass_sl=torch.tensor(log_mass),
     )
     selection = SampleSelection(
-        counts_s=counts_s, truncated_s=~counts_s, equal_group_s=torch.zeros_like(counts_s)
+        counts_s=counts_s,
+        reward_failed_s=torch.zeros_like(counts_s),
+        truncated_s=~counts_s,
+        equal_group_s=torch.zeros_like(counts_s),
     )
     reward_s = torch.tensor([1.0, 3.0], dtype=torch.float64)
     return reduce_metrics(step_metrics(0, rollout, batch, reward_s, selection))
@@ -261,15 +266,3 @@ def test_a_nan_of_the_sampler_is_in_no_mean_and_counted():
     )
     assert metrics["mismatch/abs_mean"] == pytest.approx(0.25) and metrics["mismatch/abs_max"] == 0.5
     assert metrics["mismatch/sampler_nan"] == 1.0 and math.isfinite(metrics["mismatch/k3"])
-
-
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e38])
-def test_a_reward_out_of_range_is_refused_where_it_is_graded(reward):
-    """Before the ranks part: an estimator would refuse it on one rank alone, and the others would wait."""
-
-    class BadTask:
-        def reward(self, prompt, response_ids):
-            return reward
-
-    with pytest.raises(ValueError, match=r"at most 1e\+37 in magnitude"):
-        grade(BadTask(), None, [1])  # type: ignore[arg-type]
