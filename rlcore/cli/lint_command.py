@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -59,20 +60,21 @@ def run_lint(args: argparse.Namespace) -> int:
 
 
 def parse_leniently(values: dict[str, Any]) -> tuple[RunConfig | None, list[Finding]]:
-    """The config as far as it can be read, unchecked, and a finding for each key that does not exist; None
-    where a value has the wrong type, which is then the last finding.
+    """The config as far as it can be read, unchecked, and a finding for each key that does not exist or has a
+    value of the wrong type. None after a wrong type: what the rest then says would be of another config.
     """
     found: list[Finding] = []
+    is_whole = True
     while True:
         try:
-            return parse_dataclass(RunConfig, values), found
+            config = parse_dataclass(RunConfig, values)
+            return (config if is_whole else None), found
         except ConfigError as error:
-            path, is_unknown, _ = str(error).partition(": no such key.")
+            is_unknown = ": no such key." in str(error)
+            is_whole &= is_unknown
             found.append(as_finding(error, _UNKNOWN if is_unknown else _VALUE))
-            if not is_unknown:
-                return None, found
-            # Without it the rest can be judged, as if the key had been left out.
-            values = without_key(values, path.split("."))
+            # A key that does not exist is left out; so is a wrong value, to find those after it.
+            values = without_key(values, re.split(r"[^\w.]", str(error))[0].split("."))
 
 
 def without_key(values: dict[Any, Any], path: Sequence[str]) -> dict[Any, Any]:
