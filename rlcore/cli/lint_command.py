@@ -48,7 +48,6 @@ def run_lint(args: argparse.Namespace) -> int:
     config, found = parse_leniently(values)
     if config is not None:
         found = [*found, *lint(config)]
-    found.sort(key=lambda finding: finding.level != "error")
     if args.json:
         plain = None if bias is None else dataclasses.asdict(bias)
         print(json.dumps({"findings": [as_plain(finding) for finding in found], "bias": plain}, indent=1))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -135,8 +136,10 @@ def test_train_ends_before_any_rank_starts(command, started, tmp_path):
 
 def test_train_prints_warnings_once_and_starts(command, started, tmp_path):
     words = ("train", f"run_dir={tmp_path}/run", "sampling.temperature=0.001")
-    code, out, err = command(*words)
+    with warnings.catch_warnings(record=True) as told:
+        code, out, err = command(*words)
     assert (code, out, started) == (0, "", ["ranks"])
+    assert not [warning for warning in told if "acts as" in str(warning.message)]
     assert err.count("tiny-temperature") == 1 and err.count("acts as") == 1
     assert command("train", f"run_dir={tmp_path}/run") == (0, "", "")
 

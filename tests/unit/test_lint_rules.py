@@ -259,6 +259,11 @@ def test_errors_come_first_and_all_refusals_are_told():
     assert found[0].keys == ("train.stepz",) and "train.steps" in found[0].fix
 
 
+def test_an_error_of_a_later_rule_comes_before_a_warning():
+    found = findings(["sampling.temperature=0.001", "sampling.support=replay"])
+    assert [finding.rule for finding in found] == ["replay-without-mask", "tiny-temperature"]
+
+
 def test_a_value_out_of_range_is_told_alone():
     """The other rules' arithmetic stands on it."""
     found = findings(["parallel.tp=0", "loss.ratio_clip_c=0.5"])
