@@ -122,6 +122,7 @@ def check_ranges(config: RunConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_grad": optimizer.clip_grad,
         "train.save_every": config.train.save_every,
+        "task.reward_workers": config.task.reward_workers,
     }
     check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
     positive = {
@@ -132,7 +133,10 @@ def check_ranges(config: RunConfig) -> None:
     check_each(positive, lambda value: 0 < value < math.inf, "a finite number > 0")
     betas = {"optimizer.adam_beta1": optimizer.adam_beta1, "optimizer.adam_beta2": optimizer.adam_beta2}
     check_each(betas, lambda value: 0 <= value < 1, "a number in [0, 1)")
-    timeout = {"parallel.timeout_s": config.parallel.timeout_s}
+    timeout = {
+        "parallel.timeout_s": config.parallel.timeout_s,
+        "task.reward_timeout_s": config.task.reward_timeout_s,
+    }
     # Transports count milliseconds.
     check_each(timeout, lambda value: 0.001 <= value <= MAX_TIMEOUT_S, "seconds from 0.001 to 1e9")
     check_each({"seed": config.seed}, lambda value: 0 <= value < 2**32, "an integer in [0, 2^32)")

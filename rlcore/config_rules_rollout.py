@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -28,6 +27,9 @@ OWNED_SAMPLING_ARGS = {
     "logprob_token_ids": None,
     "flat_logprobs": None,
     "detokenize": None,
+    # Responses end with the task's end-of-text id, and no other.
+    "stop_token_ids": None,
+    "ignore_eos": None,
     "output_kind": None,
 }
 
@@ -39,21 +41,21 @@ OWNED_ENGINE_ARGS = {
     "logprobs_mode": "rollout.vllm.logprobs_mode",
     "return_sampling_mask": "sampling.support",
     "weight_transfer_config": "rollout.vllm.transfer",
+    "max_logprobs": None,
     "worker_extension_cls": None,
 }
 
 
 def check_rollout_ranges(config: RunConfig) -> None:
-    """Every number of both sections lies where its use needs it; `check_ranges` has the older counts."""
-    vllm, task = config.rollout.vllm, config.task
+    """What vLLM is waited for, and asked again; counts and the task's are in `check_ranges`."""
+    vllm = config.rollout.vllm
     timeouts = {
         "rollout.vllm.start_timeout_s": vllm.start_timeout_s,
         "rollout.vllm.timeout_s": vllm.timeout_s,
-        "task.reward_timeout_s": task.reward_timeout_s,
     }
     check_each(timeouts, lambda value: 0 < value <= MAX_TIMEOUT_S, "seconds above 0, at most 1e9")
-    counts = {"rollout.vllm.retries": vllm.retries, "task.reward_workers": task.reward_workers}
-    check_each(counts, lambda value: 0 <= value < math.inf, "a count of at least 0")
+    retries = {"rollout.vllm.retries": vllm.retries}
+    check_each(retries, lambda value: value >= 0, "a count of at least 0")
 
 
 def check_vllm_unused(config: RunConfig) -> None:

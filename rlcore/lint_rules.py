@@ -16,7 +16,6 @@ from rlcore.lint_sources import (
     draws_with_vllm,
     engine_keys,
     generation_keys,
-    is_raw,
     mixed_keys,
     removal,
     sampling_keys,
@@ -32,22 +31,14 @@ def raw_logprobs(config: RunConfig) -> Finding | None:
     """The sampler's logprobs are those of the distribution that it draws from."""
     if not draws_with_vllm(config) or config.rollout.vllm.logprobs_mode != "raw_logprobs":
         return None
-    if not is_raw(config):
-        return _finding(
-            "warning",
-            raw_logprobs,
-            (_RAW,),
-            "raw and processed logprobs are the same numbers today, at temperature 1 without truncation and "
-            "penalties; with the first of them each would be off, with no error.",
-            f"{_PROCESSED}.",
-        )
     return _finding(
         "error",
         raw_logprobs,
         (_RAW,),
         "the sampler's logprobs would be the model's own, before temperature and truncation, and the trainer "
         "scores the distribution that was drawn from: each mismatch, weight and ratio carries the mass cut "
-        "(a token of a nucleus that holds 0.88 of the mass: 0.88 a token, 0.47 over 6 tokens).",
+        "(a token of a nucleus that holds 0.88 of the mass: 0.88 a token, 0.47 over 6 tokens). Where nothing "
+        "is cut they are the same numbers, but a run asks its engine at the start and refuses raw ones.",
         f"{_PROCESSED}.",
     )
 
@@ -101,18 +92,39 @@ def logit_bias(config: RunConfig) -> Finding | None:
 
 
 def bad_words(config: RunConfig) -> Finding | None:
-    """Ids that the request bans are mass that the trainer still counts."""
-    return _banned(config, bad_words, ("bad_words", "allowed_token_ids"))
+    """Words that the request bans are mass that the trainer still counts."""
+    keys = _drawn_with(config, "bad_words")
+    return _finding(
+        "error",
+        bad_words,
+        keys,
+        "the trainer still counts what the sampler could not draw: each ratio carries the banned mass. An "
+        "engine of the run's own has no tokenizer to read words with, and bans nothing.",
+        f"{removal(keys)}.",
+    )
 
 
 def guided_decoding(config: RunConfig) -> Finding | None:
     """A grammar bans ids at each position."""
-    return _banned(config, guided_decoding, ("structured_outputs",))
+    keys = _drawn_with(config, "structured_outputs")
+    return _finding(
+        "error",
+        guided_decoding,
+        keys,
+        "the trainer still counts the ids that the grammar bans at each position: each ratio carries their "
+        "mass. An engine of the run's own has no tokenizer, without which vLLM refuses grammars.",
+        f"{removal(keys)}.",
+    )
+
+
+def allowed_ids(config: RunConfig) -> Finding | None:
+    """Ids that the request bans are mass that the trainer still counts."""
+    return _banned(config, allowed_ids, "allowed_token_ids")
 
 
 def min_tokens(config: RunConfig) -> Finding | None:
     """A least length bans the ids that end a response."""
-    return _banned(config, min_tokens, ("min_tokens",))
+    return _banned(config, min_tokens, "min_tokens")
 
 
 def custom_logits_processors(config: RunConfig) -> Finding | None:
@@ -152,24 +164,11 @@ def stop_strings(config: RunConfig) -> Finding | None:
     """A response ends with an id that was drawn, which the policy can learn to draw."""
     keys = _drawn_with(config, "stop", "include_stop_str_in_output")
     return _finding(
-        "warning",
+        "error",
         stop_strings,
         keys,
-        "a response that ends at a string has no end-of-text id, so the policy is not trained to end, and "
-        "the string may end inside a token that training sees whole.",
-        f"{removal(keys)}; rollout.vllm.sampling_args.stop_token_ids ends at ids.",
-    )
-
-
-def ignored_end(config: RunConfig) -> Finding | None:
-    """Responses may end."""
-    keys = _drawn_with(config, "ignore_eos")
-    return _finding(
-        "warning",
-        ignored_end,
-        keys,
-        "no response ends by itself: each runs to rollout.max_new_tokens="
-        f"{config.rollout.max_new_tokens}, counts as truncated, and trains on what follows its end.",
+        "runs exchange ids and leave detokenize off, with which vLLM refuses stop strings; a response that "
+        "ends at a string has no end-of-text id either, so the policy is not trained to end.",
         f"{removal(keys)}.",
     )
 
@@ -303,12 +302,10 @@ def _drawn_with(config: RunConfig, *names: str) -> tuple[str, ...]:
     return sampling_keys(config, *names) if draws_with_vllm(config) else ()
 
 
-def _banned(
-    config: RunConfig, rule: Callable[[RunConfig], Finding | None], names: tuple[str, ...]
-) -> Finding | None:
-    """What is said of arguments that take ids out of the support."""
-    assert set(names) <= set(BANS)
-    keys = _drawn_with(config, *names)
+def _banned(config: RunConfig, rule: Callable[[RunConfig], Finding | None], name: str) -> Finding | None:
+    """What is said of an argument that takes ids out of the support."""
+    assert name in BANS
+    keys = _drawn_with(config, name)
     if config.sampling.support == "replay":
         return _finding(
             "warning",
@@ -342,11 +339,11 @@ LINT_RULES: tuple[Callable[[RunConfig], Finding | None], ...] = (
     logit_bias,
     bad_words,
     guided_decoding,
+    allowed_ids,
     min_tokens,
     custom_logits_processors,
     forced_tokens,
     stop_strings,
-    ignored_end,
     engine_numbers,
     speculative_decoding,
     generation_config,

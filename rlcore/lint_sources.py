@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlcore.config import RunConfig
 from rlcore.config_rules_rollout import ENGINE_ARGS, PENALTIES, SAMPLING_ARGS, TRUNCATION
 
-BANS = ("bad_words", "allowed_token_ids", "structured_outputs", "min_tokens")
-"""Of vLLM's `SamplingParams`: ids that the request takes out of the support."""
+BANS = ("allowed_token_ids", "min_tokens")
+"""Of vLLM's `SamplingParams`: ids that the request takes out of the support, as kept ids show."""
 FORCED = ("thinking_token_budget", "trace_decode_token_ids", "watermarking")
 """... tokens that are not drawn from the model's distribution."""
 GENERATION_CONFIG = ("generation_config", "override_generation_config")
@@ -49,7 +49,7 @@ def unseen_keys(config: RunConfig) -> tuple[str, ...]:
     bans = () if config.sampling.support == "replay" else sampling_keys(config, *BANS)
     return (
         *sampling_keys(config, *TRUNCATION, "temperature", *PENALTIES),
-        *sampling_keys(config, "logit_bias"),
+        *sampling_keys(config, "logit_bias", "bad_words", "structured_outputs"),
         *bans,
         *sampling_keys(config, *FORCED, "logits_processors", "extra_args"),
         *engine_keys(config, "logits_processors", "watermark_config"),

@@ -156,6 +156,8 @@ def test_every_field_is_documented():
         ({"seed": 2**32}, r"seed=4294967296"),
         ({"parallel": {"timeout_s": 0.0}}, r"parallel.timeout_s=0.0: expected seconds"),
         ({"parallel": {"timeout_s": 1e18}}, r"parallel.timeout_s=1e\+18"),
+        ({"task": {"reward_timeout_s": math.nan}}, r"task.reward_timeout_s=nan: expected seconds"),
+        ({"task": {"reward_workers": -1}}, r"task.reward_workers=-1: expected a finite number >= 0"),
         ({"nproc": 0}, r"nproc=0: expected a count"),
         ({"rollout": {"prompts_per_step": 0}}, r"rollout.prompts_per_step=0"),
         ({"train": {"minibatch_size": 7}}, r"train.minibatch_size=7 does not divide the 128 sequences"),

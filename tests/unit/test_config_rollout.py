@@ -32,21 +32,9 @@ REFUSED: list[tuple[str, str, str, str | None]] = [
     ),
     (
         "rollout-ranges",
-        "task.reward_timeout_s=nan",
-        "task.reward_timeout_s=nan: expected seconds",
-        "task.reward_timeout_s=1",
-    ),
-    (
-        "rollout-ranges",
         f"{VLLM} rollout.vllm.retries=-1",
         "rollout.vllm.retries=-1: expected a count of at least 0",
         f"{VLLM} rollout.vllm.retries=0",
-    ),
-    (
-        "rollout-ranges",
-        "task.reward_workers=-1",
-        "task.reward_workers=-1: expected a count",
-        "task.reward_workers=0",
     ),
     *(
         (
@@ -59,7 +47,7 @@ REFUSED: list[tuple[str, str, str, str | None]] = [
             ("retries", "2", "2"),
             ("urls", "[http://a]", "('http://a',)"),
             ("logprobs_mode", "raw_logprobs", "raw_logprobs"),
-            ("sampling_args", "{stop_token_ids:[3]}", "{'stop_token_ids': [3]}"),
+            ("sampling_args", "{skip_clone:true}", "{'skip_clone': True}"),
             ("transfer", "folder", "folder"),
             ("max_model_len", "64", "64"),
         )
@@ -119,6 +107,7 @@ REFUSED: list[tuple[str, str, str, str | None]] = [
             ("seed", "3", "that is seed here"),
             ("max_model_len", "99", "that is rollout.vllm.max_model_len here"),
             ("logprobs_mode", "raw_logprobs", "that is rollout.vllm.logprobs_mode here"),
+            ("max_logprobs", "5", "the run sets it itself"),
             ("worker_extension_cls", "x", "the run sets it itself"),
         )
     ),
@@ -135,6 +124,8 @@ REFUSED: list[tuple[str, str, str, str | None]] = [
             ("seed", "9", "that is seed here"),
             ("logprobs", "5", "the run sets it itself"),
             ("detokenize", "False", "the run sets it itself"),
+            ("ignore_eos", "True", "the run sets it itself"),
+            ("stop_token_ids", "[3]", "the run sets it itself"),
         )
     ),
     *(

@@ -27,11 +27,18 @@ CACHE = f"{ENGINE}.kv_cache_dtype"
 # rule, level, words, keys, and words so near that the rule is silent
 CASES: list[tuple[str, str, str, str, str]] = [
     ("raw-logprobs", "error", RAW, MODE, VLLM),
-    ("raw-logprobs", "error", f"{RAW} {PLAIN} sampling.temperature=0.9", MODE, VLLM),
-    ("raw-logprobs", "error", f"{RAW} {PLAIN} sampling.presence_penalty=1", MODE, VLLM),
-    ("raw-logprobs", "error", f"{RAW} {PLAIN} sampling.min_p=0.1", MODE, VLLM),
-    ("raw-logprobs", "warning", f"{RAW} {PLAIN}", MODE, f"{VLLM} {PLAIN}"),
+    ("raw-logprobs", "error", f"{RAW} {PLAIN}", MODE, f"{VLLM} {PLAIN}"),
     ("mixed-sources", "error", f"{RAW} {TIS}", f"importance.correction {MODE}", RAW),
+    *(
+        (
+            "mixed-sources",
+            "error",
+            f"{RAW} {PLAIN} {TIS} sampling.{change}",
+            f"importance.correction {MODE}",
+            f"{RAW} {PLAIN} {TIS}",
+        )
+        for change in ("temperature=0.9", "presence_penalty=1", "min_p=0.1")
+    ),
     (
         "mixed-sources",
         "error",
@@ -49,9 +56,9 @@ CASES: list[tuple[str, str, str, str, str]] = [
     (
         "mixed-sources",
         "error",
-        f"{VLLM} {TIS} {ARGS}.bad_words=[a]",
-        f"importance.correction {ARGS}.bad_words",
-        f"{REPLAY} {TIS} {ARGS}.bad_words=[a]",
+        f"{VLLM} {TIS} {ARGS}.min_tokens=2",
+        f"importance.correction {ARGS}.min_tokens",
+        f"{REPLAY} {TIS} {ARGS}.min_tokens=2",
     ),
     (
         "unfiltered-threshold",
@@ -85,12 +92,18 @@ CASES: list[tuple[str, str, str, str, str]] = [
     *(
         (rule, level, f"{run} {ARGS}.{name}={value}", f"{ARGS}.{name}", f"{run} {ARGS}.{name}={off}")
         for rule, name, value, off in (
-            ("bad-words", "bad_words", "[a]", "[]"),
-            ("bad-words", "allowed_token_ids", "[1,2]", "null"),
-            ("guided-decoding", "structured_outputs", "{regex:a}", "null"),
+            ("allowed-ids", "allowed_token_ids", "[1,2]", "null"),
             ("min-tokens", "min_tokens", "2", "0"),
         )
         for level, run in (("error", VLLM), ("error", f"{VLLM} sampling.support=audit"), ("warning", REPLAY))
+    ),
+    *(
+        (rule, "error", f"{run} {ARGS}.{name}={value}", f"{ARGS}.{name}", f"{run} {ARGS}.{name}={off}")
+        for rule, name, value, off in (
+            ("bad-words", "bad_words", "[a]", "[]"),
+            ("guided-decoding", "structured_outputs", "{regex:a}", "null"),
+        )
+        for run in (VLLM, REPLAY)
     ),
     *(
         ("custom-logits-processors", "error", f"{VLLM} {key}={value}", key, f"{VLLM} {key}={off}")
@@ -111,17 +124,10 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ),
     (
         "stop-strings",
-        "warning",
+        "error",
         f"{VLLM} {ARGS}.stop=[END] {ARGS}.include_stop_str_in_output=true",
         f"{ARGS}.stop {ARGS}.include_stop_str_in_output",
-        f"{VLLM} {ARGS}.stop_token_ids=[3]",
-    ),
-    (
-        "ignored-end",
-        "warning",
-        f"{VLLM} {ARGS}.ignore_eos=true",
-        f"{ARGS}.ignore_eos",
-        f"{VLLM} {ARGS}.ignore_eos=false",
+        f"{VLLM} {ARGS}.stop=[]",
     ),
     *(
         ("engine-numbers", "warning", f"{VLLM} {key}={value}", key, f"{VLLM} {key}={value} {TIS}")
@@ -230,7 +236,7 @@ def test_shipped_configs_have_nothing_to_say_about(path, words):
     [
         "sampling.top_k=null sampling.top_p=0.9",
         "loss.kl_coef=0.1",
-        f"loss.old_logprobs=sampler {ARGS}.stop_token_ids=[3]",
+        f"loss.old_logprobs=sampler {ARGS}.skip_reading_prefix_cache=true",
         f"rollout.one_step_off=true {TIS}",
         f"sampling.support=audit {TIS} {BOUND}",
         "sampling.repetition_penalty=1.1 sampling.min_p=0.05",
