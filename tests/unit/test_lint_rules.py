@@ -206,6 +206,22 @@ def test_the_embedded_sampler_reads_no_argument_of_vllm(case):
     assert not found_by(rule, [word for word in words.split() if word != VLLM])
 
 
+UNSEEN = (
+    *("logit-bias", "bad-words", "guided-decoding", "allowed-ids", "min-tokens"),
+    *("custom-logits-processors", "forced-tokens", "generation-config"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [(words, keys) for rule, level, words, keys, _ in CASES if (rule in UNSEEN and level == "error")],
+)
+def test_what_only_the_sampler_draws_with_mixes_the_sources(words, keys):
+    """Whatever it is, a weight against the sampler's logprobs is off too, and says so."""
+    (finding,) = found_by("mixed-sources", [*words.split(), *TIS.split()])
+    assert finding.keys == ("importance.correction", *keys.split())
+
+
 def test_every_rule_is_triggered_at_every_level_that_the_page_gives():
     said = {rule: set() for rule in (kebab_case(rule.__name__) for rule in LINT_RULES)}
     for rule, level, *_ in CASES:
