@@ -23,7 +23,7 @@ from rlcore.batch import StepResult, TrainBatch
 from rlcore.collectives import group_size
 from rlcore.config import ParallelConfig, RunConfig
 from rlcore.config_parse import parse_dataclass
-from rlcore.config_rules import check_context_parallel, check_ranges, check_sampling
+from rlcore.config_rules import check_context_parallel, check_fused_head, check_ranges, check_sampling
 from rlcore.config_rules_loss import check_loss
 from rlcore.groups import ParallelGroups
 
@@ -158,6 +158,7 @@ def check_guest_config(config: RunConfig) -> None:
     """The rules of what a guest reads: model, rollouts, rewards and optimizer are the job's."""
     check_ranges(config)
     check_sampling(config)
+    check_fused_head(config)
     check_context_parallel(config)
     check_loss(config)
 

@@ -6,14 +6,27 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
 
+MAX_TIMEOUT_S = 1e9
+"""Seconds; transports count nanoseconds in 64 bits."""
+
+
 class ConfigError(ValueError):
     """A run config that cannot be run as it stands."""
+
+
+def check_each(
+    values: Mapping[str, float | None], is_allowed: Callable[[float], bool], expected: str
+) -> None:
+    """`ConfigError` for the first key whose value is set and not allowed."""
+    for key, value in values.items():
+        if value is not None and not is_allowed(value):
+            raise ConfigError(f"{key}={value}: expected {expected}.")
 
 
 def parse_dataclass(cls: type[T], values: Any) -> T:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlcore.config_parse import ConfigError
-from rlcore.config_rules_advantage import check_advantage
+from rlcore.config_parse import MAX_TIMEOUT_S, ConfigError, check_each
+from rlcore.config_rules_advantage import ADVANTAGE_RULES
 from rlcore.config_rules_experts import check_expert_ranks, check_experts
-from rlcore.config_rules_loss import check_loss
+from rlcore.config_rules_loss import LOSS_RULES
+from rlcore.config_rules_rollout import ROLLOUT_RULES
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -33,20 +34,8 @@ _MODEL_COUNTS = (
 
 def check_run_config(config: RunConfig) -> None:
     """Every rule that does not need the number of processes."""
-    check_ranges(config)
-    check_sampling(config)
-    check_model_source(config)
-    check_positions(config)
-    check_heads_divide(config)
-    check_sequence_parallel(config)
-    check_experts(config)
-    check_virtual_stages(config.parallel.pp, config.parallel.vpp)
-    check_layers_divide(config)
-    check_context_parallel(config)
-    check_token_budget(config)
-    check_advantage(config)
-    check_loss(config)
-    check_minibatch(config)
+    for rule in (*FIRST_RULES, *RULES):
+        rule(config)
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
@@ -109,10 +98,6 @@ def check_minibatch_shares(minibatch: int, dp_size: int) -> None:
         )
 
 
-MAX_TIMEOUT_S = 1e9
-"""Seconds; transports count nanoseconds in 64 bits."""
-
-
 def check_ranges(config: RunConfig) -> None:
     """Every number lies where its use needs it."""
     model, optimizer = config.model, config.optimizer
@@ -127,6 +112,7 @@ def check_ranges(config: RunConfig) -> None:
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
         "rollout.max_new_tokens": config.rollout.max_new_tokens,
+        "rollout.vllm.max_model_len": config.rollout.vllm.max_model_len,
         "task.size": config.task.size,
         "train.steps": config.train.steps,
         "train.microbatch_size": config.train.microbatch_size,
@@ -134,7 +120,7 @@ def check_ranges(config: RunConfig) -> None:
         "model.fused_head_tokens": model.fused_head_tokens,
         **{f"model.{name}": getattr(model, name) for name in _MODEL_COUNTS},
     }
-    _check_each(counts, lambda value: value >= 1, "a count of at least 1")
+    check_each(counts, lambda value: value >= 1, "a count of at least 1")
     rates = {
         "loss.ratio_clip_min": config.loss.ratio_clip_min,
         "loss.ratio_clip_max": config.loss.ratio_clip_max,
@@ -150,32 +136,23 @@ def check_ranges(config: RunConfig) -> None:
         "train.save_every": config.train.save_every,
         "task.reward_workers": config.task.reward_workers,
     }
-    _check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+    check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
     positive = {
         "optimizer.adam_eps": optimizer.adam_eps,
         "model.rope_theta": model.rope_theta,
         "model.rms_norm_eps": model.rms_norm_eps,
     }
-    _check_each(positive, lambda value: 0 < value < math.inf, "a finite number > 0")
+    check_each(positive, lambda value: 0 < value < math.inf, "a finite number > 0")
     betas = {"optimizer.adam_beta1": optimizer.adam_beta1, "optimizer.adam_beta2": optimizer.adam_beta2}
-    _check_each(betas, lambda value: 0 <= value < 1, "a number in [0, 1)")
+    check_each(betas, lambda value: 0 <= value < 1, "a number in [0, 1)")
     timeout = {
         "parallel.timeout_s": config.parallel.timeout_s,
         "task.reward_timeout_s": config.task.reward_timeout_s,
     }
     # Transports count milliseconds.
-    _check_each(timeout, lambda value: 0.001 <= value <= MAX_TIMEOUT_S, "seconds from 0.001 to 1e9")
-    _check_each({"seed": config.seed}, lambda value: 0 <= value < 2**32, "an integer in [0, 2^32)")
+    check_each(timeout, lambda value: 0.001 <= value <= MAX_TIMEOUT_S, "seconds from 0.001 to 1e9")
+    check_each({"seed": config.seed}, lambda value: 0 <= value < 2**32, "an integer in [0, 2^32)")
     check_clip_and_lr(config)
-
-
-def _check_each(
-    values: Mapping[str, float | None], is_allowed: Callable[[float], bool], expected: str
-) -> None:
-    """`ConfigError` for the first key whose value is set and not allowed."""
-    for key, value in values.items():
-        if value is not None and not is_allowed(value):
-            raise ConfigError(f"{key}={value}: expected {expected}.")
 
 
 def check_clip_and_lr(config: RunConfig) -> None:
@@ -193,11 +170,16 @@ def check_clip_and_lr(config: RunConfig) -> None:
 
 
 def check_sampling(config: RunConfig) -> None:
-    """The sampling values are ones a sampler accepts, and the head can score."""
+    """The sampling values are ones a sampler accepts."""
     try:
-        spec = config.sampling.spec()
+        config.sampling.spec()
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from error
+
+
+def check_fused_head(config: RunConfig) -> None:
+    """The fused head scores every distribution but those that change whole logits."""
+    spec = config.sampling.spec()
     if spec.penalises and config.model.fused_head:
         raise ConfigError(
             f"model.fused_head=true cannot apply sampling.{spec.penalty_fields}: penalties change whole "
@@ -296,6 +278,11 @@ def check_sequence_parallel(config: RunConfig) -> None:
         )
 
 
+def check_pipeline(config: RunConfig) -> None:
+    """`check_virtual_stages` of the config."""
+    check_virtual_stages(config.parallel.pp, config.parallel.vpp)
+
+
 def check_virtual_stages(pp: int, vpp: int) -> None:
     """Virtual stages are pieces of a pipeline rank, so there is a pipeline."""
     if vpp > 1 and pp == 1:
@@ -363,3 +350,24 @@ def check_minibatch(config: RunConfig) -> None:
             f"train.minibatch_size={minibatch} does not divide the {config.sequences_per_step} sequences of "
             "a step (rollout.prompts_per_step x rollout.samples_per_prompt)."
         )
+
+
+FIRST_RULES: tuple[Callable[[RunConfig], None], ...] = (check_ranges, check_sampling)
+"""What the other rules take for granted: they need not bear a config that one of these refuses."""
+
+RULES: tuple[Callable[[RunConfig], None], ...] = (
+    check_fused_head,
+    check_model_source,
+    check_positions,
+    check_heads_divide,
+    check_sequence_parallel,
+    check_experts,
+    check_pipeline,
+    check_layers_divide,
+    check_context_parallel,
+    check_token_budget,
+    *ADVANTAGE_RULES,
+    *LOSS_RULES,
+    *ROLLOUT_RULES,
+    check_minibatch,
+)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
-
-
-def check_advantage(config: RunConfig) -> None:
-    """Every rule of the advantage section."""
-    check_group_size(config)
-    check_whitened_batch(config)
-    check_normalize_std(config)
-    check_leave_one_out(config)
-    check_deviation_of_the_others(config)
-    check_drop_equal_groups(config)
 
 
 def check_group_size(config: RunConfig) -> None:
@@ -81,3 +72,13 @@ def check_drop_equal_groups(config: RunConfig) -> None:
             "advantage.drop_equal_groups=true drops every group of rollout.samples_per_prompt=1: one reward "
             "is equal to itself. Set it to false, or raise rollout.samples_per_prompt."
         )
+
+
+ADVANTAGE_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    check_group_size,
+    check_whitened_batch,
+    check_normalize_std,
+    check_leave_one_out,
+    check_deviation_of_the_others,
+    check_drop_equal_groups,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlcore.config_parse import ConfigError
@@ -13,21 +14,8 @@ if TYPE_CHECKING:
 
 def check_loss(config: RunConfig) -> None:
     """Every rule of both sections."""
-    check_clip_bounds(config)
-    check_dual_clip(config)
-    check_on_policy(config)
-    check_sequence_ratio(config)
-    check_fixed_length(config)
-    check_exact_denominator(config)
-    check_skipped_old_pass(config)
-    check_old_mask(config)
-    check_kl_options(config)
-    check_importance_bounds(config)
-    check_importance_cap(config)
-    check_raw_weights(config)
-    check_importance_statistic(config)
-    check_on_policy_correction(config)
-    check_sequence_error(config)
+    for rule in LOSS_RULES:
+        rule(config)
 
 
 _WITHOUT_RATIO = ("on_policy", "reinforce")
@@ -146,6 +134,31 @@ def check_old_mask(config: RunConfig) -> None:
         )
 
 
+def check_sampler_as_old(config: RunConfig) -> None:
+    """Where the sampler's logprobs are the old ones, nothing is left to correct, and there is no other pass
+    to read.
+    """
+    loss, importance = config.loss, config.importance
+    if loss.old_logprobs != "sampler":
+        return
+    readers = {
+        "importance.correction": importance.correction != "none" and importance.correction,
+        "importance.sequence_error_max": importance.sequence_error_max,
+    }
+    for key, value in readers.items():
+        if value:
+            raise ConfigError(
+                f"{key}={value} compares the sampler's logprobs with the old policy's, and "
+                "loss.old_logprobs=sampler makes them the same numbers: every weight would be 1. Set "
+                f"loss.old_logprobs=recompute, or remove {key}."
+            )
+    if loss.kl_coef > 0 and loss.kl_in == "reward":
+        raise ConfigError(
+            "loss.kl_in=reward reads the old policy's unfiltered logprobs, and loss.old_logprobs=sampler has "
+            "no pass that computes them. Set loss.old_logprobs=recompute, or loss.kl_in=loss."
+        )
+
+
 def check_kl_options(config: RunConfig) -> None:
     """Options of a KL term that is off, or that has no gradient, do nothing."""
     loss = config.loss
@@ -258,3 +271,23 @@ def check_sequence_error(config: RunConfig) -> None:
             f"importance.sequence_error_max={bound}: it bounds the mean of exp|sampler - old|, which is 1 "
             "for perfect agreement. Set a number above 1, such as 1.1."
         )
+
+
+LOSS_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    check_clip_bounds,
+    check_dual_clip,
+    check_on_policy,
+    check_sequence_ratio,
+    check_fixed_length,
+    check_exact_denominator,
+    check_skipped_old_pass,
+    check_old_mask,
+    check_sampler_as_old,
+    check_kl_options,
+    check_importance_bounds,
+    check_importance_cap,
+    check_raw_weights,
+    check_importance_statistic,
+    check_on_policy_correction,
+    check_sequence_error,
+)

@@ -31,7 +31,9 @@ INTERFACES = (
     "rlcore.config_rules_advantage",
     "rlcore.config_rules_experts",
     "rlcore.config_rules_loss",
+    "rlcore.config_rules_rollout",
 )
+LINT = ("rlcore.lint", "rlcore.lint_bias", "rlcore.lint_finding", "rlcore.lint_rules", "rlcore.lint_sources")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # module or package -> prefixes of ours it may import, itself always included; the longest match counts
@@ -52,10 +54,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "rlcore.config_rules_advantage",
         "rlcore.config_rules_experts",
         "rlcore.config_rules_loss",
+        "rlcore.config_rules_rollout",
     ),
     "rlcore.config_rules_advantage": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.config_rules_experts": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.config_rules_loss": ("rlcore.config_parse", "rlcore.config"),
+    "rlcore.config_rules_rollout": ("rlcore.config_parse", "rlcore.config"),
     "rlcore.step_weights": (*CORE, *INTERFACES, "rlcore.ops"),
     "rlcore.config_rollout": ("rlcore.sampling",),
     "rlcore.config": ("rlcore.config_parse", "rlcore.config_rollout", "rlcore.config_rules"),
@@ -76,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.layout": CORE,
     "rlcore.rollout": (*CORE, *INTERFACES, "rlcore.ops", "rlcore.reward_groups", "rlcore.weight_sync"),
     "rlcore.weight_sync": (*CORE, *INTERFACES),
-    "rlcore.lint": (*CORE, *INTERFACES),
+    **dict.fromkeys(LINT, (*CORE, *INTERFACES, *LINT)),
     "rlcore.cli": ("rlcore", "megatron_worker"),
     "megatron_worker": (
         *(*CORE, *INTERFACES, "rlcore.ops", "rlcore.layout", "rlcore.step_weights"),

@@ -21,10 +21,19 @@ def config_folder() -> Path:
 def compose_run_config(
     config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
 ) -> RunConfig:
-    """The checked config of one run.
+    """The checked config of one run: `compose_values`, judged. Keys and values that cannot be raise
+    `ConfigError` naming what was typed.
+    """
+    return load_run_config(compose_values(config_name, overrides, config_dir))
+
+
+def compose_values(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> dict[str, Any]:
+    """What the YAML files and words say, as nested dicts, before any rule of ours.
 
     `config_dir` is a folder of your own; its files may use the groups that come with the package. Unknown
-    names, keys and values raise `ConfigError` naming what was typed.
+    names of configs and groups, and words that are no key=value, raise `ConfigError` naming what was typed.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -42,10 +51,9 @@ def compose_run_config(
         with initialize_config_dir(str(folder), version_base="1.3"):
             words = [_with_plus(config_name, word, search) for word in words]
             composed = compose(config_name, [*words, *search])
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"config {config_name}: {first_line(error)}") from error
-    return load_run_config(values)  # type: ignore[arg-type]
 
 
 def _with_plus(config_name: str, word: str, search: Sequence[str]) -> str:

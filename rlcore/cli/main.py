@@ -10,10 +10,12 @@ import dataclasses
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from rlcore.cli.bench_command import add_bench_parser
 from rlcore.cli.check_command import add_check_parser
+from rlcore.cli.lint_command import add_lint_parser
 
 USER_ERROR, OTHER_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -33,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             from rlcore.cli.bench_command import run_bench
 
             code = run_bench(args, words)
+        elif args.command == "lint":
+            from rlcore.cli.lint_command import run_lint
+
+            code = run_lint(args)
         else:
             from rlcore.cli.plot import plot
 
@@ -65,12 +71,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     train.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     add_check_parser(commands)
     add_bench_parser(commands)
+    add_lint_parser(commands)
     plot = commands.add_parser("plot", help="draw the pictures of a run again")
     plot.add_argument("run", help="run folder")
     # Options and key=value words may come in any order, which argparse's positional lists do not allow.
     args, rest = parser.parse_known_args(words)
     options = [word for word in rest if word.startswith("-")]
-    if options or (rest and args.command not in ("train", "check")):
+    if options or (rest and args.command not in ("train", "check", "lint")):
         parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
     args.overrides = rest
     return args
@@ -80,11 +87,14 @@ def run_train(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Checks the config, then starts the ranks, or is one of them. Returns the exit code."""
     from rlcore.cli import launch
     from rlcore.cli.compose import compose_run_config
+    from rlcore.cli.lint_command import lint_before_start
     from rlcore.config_rules import check_model_folder, check_world
     from rlcore.run_log import check_run_folder
 
     launch.join_slurm(os.environ)
     is_rank = launch.is_rank(os.environ)
+    # The linter says it, and once.
+    warnings.filterwarnings("ignore", message="temperature=.* acts as", category=UserWarning)
     try:
         config = compose_run_config(args.config_name, args.overrides, args.config_dir)
         if is_rank:
@@ -96,6 +106,9 @@ def run_train(args: argparse.Namespace, words: Sequence[str]) -> int:
         config = dataclasses.replace(config, nproc=num_processes)
         check_model_folder(config)
         check_run_folder(config, args.overwrite)
+        # The launcher speaks for its ranks, rank 0 for those of a launcher of your own.
+        speaks = not args.as_rank and (not is_rank or os.environ["RANK"] == "0")
+        lint_before_start(config, speaks)
         if is_rank:
             from rlcore.cli.train_command import train_rank
 

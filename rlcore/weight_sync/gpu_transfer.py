@@ -18,7 +18,7 @@ from rlcore.weight_sync.wire import EngineLink, Manifest, TensorEntry
 
 
 class GpuSender:
-    """`WeightSender` through vLLM's trainer-side transfer engine, which every rank drives and rank 0 sends with."""
+    """`WeightSender` through vLLM's trainer-side transfer engine: every rank gathers, rank 0 sends."""
 
     def __init__(self, backend: Literal["nccl", "ipc"], world: Group, device: torch.device) -> None:
         self.run = uuid.uuid4().hex
@@ -72,8 +72,8 @@ class GpuSender:
 
 
 class LinkClient:
-    """What vLLM's trainer-side engines call on the inference side, over an `EngineLink`; None on ranks that do
-    not send.
+    """What vLLM's trainer-side engines call on the inference side, over an `EngineLink`. None on ranks that
+    do not send.
     """
 
     def __init__(self, link: EngineLink | None) -> None:

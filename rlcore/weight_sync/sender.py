@@ -37,8 +37,8 @@ class WeightSender(Protocol):
     """Identity of this run, as engines know it."""
 
     def write(self, export: Export, version: int, link: EngineLink | None) -> None:
-        """What every rank has to do for an update; `link` on world rank 0 alone. Collective: an error is raised
-        on every rank.
+        """What every rank has to do for an update; `link` on world rank 0 alone. Collective: an error is
+        raised on every rank.
         """
         ...
 
@@ -72,8 +72,8 @@ class FolderSender:
             except Exception as cause:
                 self._drop(version)
                 error = ValueError(
-                    f"version {version} of the weights could not be written: {cause}. Free memory in, or change, "
-                    f"rollout.vllm.transfer_folder={self._parent}."
+                    f"version {version} of the weights could not be written: {cause}. Free memory in, or "
+                    f"change, rollout.vllm.transfer_folder={self._parent}."
                 )
         for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
             pass
@@ -176,8 +176,8 @@ def check_serving(link: EngineLink, run: str, version: int) -> None:
         if (state.run, state.version) != (run, version):
             raise WeightSyncError(
                 f"worker {number} of the engine serves version {state.version} of "
-                f"{'this' if state.run == run else 'another'} run, expected version {version} of this one: it "
-                "was restarted, or is somebody else's too."
+                f"{'this' if state.run == run else 'another'} run, expected version {version} of this one: "
+                "it was restarted, or is somebody else's too."
             )
 
 

@@ -20,8 +20,8 @@ _ROTARY = "rotary_emb.inv_freq"
 
 
 class WeightReceiver:
-    """Methods that vLLM mixes into its worker class; a sender calls them through `EngineLink.rpc`. Each returns a
-    `WeightsState` as a plain mapping, and never raises for an update that cannot be taken.
+    """Methods that vLLM mixes into its worker class; a sender calls them through `EngineLink.rpc`. Each returns
+    a `WeightsState` as a plain mapping, and never raises for an update that cannot be taken.
     """
 
     _state = WeightsState()
@@ -32,8 +32,8 @@ class WeightReceiver:
         return asdict(self._state)
 
     def check_weights(self, folder: str | None = None, manifest: Any = None) -> dict[str, Any]:
-        """Would the update of `folder` (or of a manifest alone) fill every parameter, and nothing else? Reads all
-        of it, changes nothing.
+        """Would the update of `folder` (or of a manifest alone) fill every parameter, and nothing else? Reads
+        all of it, changes nothing.
         """
         try:
             found = Manifest.of(manifest) if folder is None else Manifest.read(Path(folder))
@@ -163,8 +163,8 @@ class _Loading:
 
 
 def refresh_shared(model: torch.nn.Module) -> None:
-    """Prepares layers anew whose weight is another layer's: vLLM's reload prepares the layer that a tensor names,
-    and on a CPU a tied head keeps a packed copy of the embedding for its products, which would stay the old one.
+    """Prepares layers anew whose weight is another layer's: vLLM's reload prepares the layer that a tensor
+    names, and on a CPU a tied head keeps a packed copy of the embedding for its products, the old one.
 
     `ValueError` where such a layer still computes with other numbers than its weight's.
     """

@@ -1,4 +1,4 @@
-"""What both ends of a weight update share: the manifest, how a tensor's checksum is taken, what an engine answers.
+"""What both ends of a weight update share: the manifest, a tensor's checksum, what an engine answers.
 
 The receiver runs inside the engine's own processes, so this module imports nothing of the run.
 """
@@ -95,4 +95,4 @@ class WeightsState:
 
 def checksum_of(tensor: torch.Tensor) -> int:
     """CRC-32 of the tensor's bytes, in row-major order."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
