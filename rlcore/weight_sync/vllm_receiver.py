@@ -20,7 +20,7 @@ _ROTARY = "rotary_emb.inv_freq"
 
 
 class WeightReceiver:
-    """Methods that vLLM mixes into its worker class; a sender calls them through `EngineLink.rpc`. Each returns
+    """Methods that vLLM mixes into its worker; a sender calls them through `EngineLink.rpc`. Each returns
     a `WeightsState` as a plain mapping, and never raises for an update that cannot be taken.
     """
 
