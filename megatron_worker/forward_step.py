@@ -17,7 +17,7 @@ import torch
 
 from megatron_worker.attention import packed_seq_params
 from megatron_worker.chunks import unwrap
-from megatron_worker.fused_head import Scoring, loss_of_hidden, score_hidden, without_head
+from megatron_worker.fused_head import Scoring, audit_hidden, loss_of_hidden, score_hidden, without_head
 from megatron_worker.microbatch_loss import (
     LossReport,
     is_sum_over_tokens,
@@ -28,8 +28,11 @@ from megatron_worker.microbatch_loss import (
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
+from rlcore.layout.pp_broadcast import AUDIT_FIELDS
+from rlcore.ops.audit import AuditReport, audit_supports
 from rlcore.ops.linear_head import CHUNK_TOKENS
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
+from rlcore.ops.replay import Replayed
 from rlcore.sampling import SamplingSpec
 
 
@@ -140,6 +143,8 @@ class OutputHead:
     """Score hidden states and the head's weight; the stage then runs without its head."""
     fused_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at once when fused."""
+    replays: bool = False
+    """Score under a microbatch's kept ids, where it has some (`sampling.support=replay`)?"""
 
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
         """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
@@ -158,7 +163,28 @@ class OutputHead:
         """The scored tokens of what `run` returned on the last stage."""
         if self.fused:
             return score_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy))
-        return score_logits(output, microbatch, spec, self.groups, self.vocab_size, entropy)
+        return score_logits(
+            output, microbatch, spec, self.groups, self.vocab_size, entropy, replays=self.replays
+        )
+
+    def audit(
+        self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec
+    ) -> AuditReport:
+        """How the microbatch's kept ids differ from the support that a search finds, for what `run` returned
+        on the last stage. Without gradient.
+        """
+        if self.fused:
+            return audit_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy=False))
+        assert microbatch.kept_ids is not None, "the config reads kept ids"
+        logits_tv = output.reshape(-1, output.shape[-1])
+        return audit_supports(
+            logits_tv,
+            microbatch.target_t,
+            Replayed(spec, microbatch.kept_ids.on(output.device)),
+            self.groups.tp,
+            VocabShard.even(logits_tv.shape[1] * self.groups.tp_size, self.vocab_size, self.groups.tp),
+            penalties=microbatch.penalty_tokens,
+        )
 
     def loss(
         self,
@@ -187,6 +213,7 @@ class OutputHead:
             vocab_size=self.vocab_size,
             entropy=entropy,
             chunk_tokens=self.fused_tokens,
+            replays=self.replays,
         )
 
 
@@ -197,8 +224,13 @@ def score_logits(
     groups: ParallelGroups,
     vocab_size: int,
     entropy: bool,
+    replays: bool = False,
 ) -> TokenLogprobs:
-    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data."""
+    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data.
+
+    `replays`: under the microbatch's kept ids, where it has some.
+    """
+    kept = microbatch.kept_ids if replays else None
     logits_tv = logits.reshape(-1, logits.shape[-1])
     vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
     return vocab_parallel_logprob(
@@ -210,19 +242,37 @@ def score_logits(
         entropy=entropy,
         validate=False,
         penalties=microbatch.penalty_tokens,
+        replay=None if kept is None else kept.on(logits.device),
     )
 
 
-def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
-    """A forward step for `collect_non_loss_data=True`: the schedule collects `TokenLogprobs` on the last
-    stage.
+@dataclass(frozen=True, kw_only=True)
+class ScoredMicrobatch:
+    """What a scoring pass says of a microbatch's tokens."""
+
+    scores: TokenLogprobs
+    audit: AuditReport | None = None
+    """None where the pass audits nothing."""
+
+    def field(self, name: str) -> torch.Tensor:
+        """`[T]`: one of `score_fields`."""
+        audited = any(name == field.name for field in AUDIT_FIELDS)
+        return getattr(self.audit if audited else self.scores, f"{name}_t")
+
+
+def make_scoring_step(spec: SamplingSpec, head: OutputHead, audits: bool = False) -> Callable:
+    """A forward step for `collect_non_loss_data=True`: the schedule collects `ScoredMicrobatch`es on the last
+    stage. `audits`: with how the microbatch's kept ids differ from what a search finds.
     """
 
     def scoring_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
 
-        def collect(output: torch.Tensor, non_loss_data: bool = True) -> TokenLogprobs:
-            return head.score(model, output, microbatch, spec, entropy=False)
+        def collect(output: torch.Tensor, non_loss_data: bool = True) -> ScoredMicrobatch:
+            audit = head.audit(model, output, microbatch, spec) if audits else None
+            return ScoredMicrobatch(
+                scores=head.score(model, output, microbatch, spec, entropy=False), audit=audit
+            )
 
         return head.run(model, microbatch), collect
 

@@ -14,9 +14,12 @@ import torch
 
 from rlcore.batch import Microbatch
 from rlcore.groups import ParallelGroups
+from rlcore.ops.audit import AuditReport, linear_audit_supports
 from rlcore.ops.linear_logprob import linear_logprob_loss, linear_vocab_parallel_logprob
 from rlcore.ops.logprob import TokenLogprobs, VocabShard
+from rlcore.ops.replay import Replayed
 from rlcore.sampling import SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 
 
 @contextmanager
@@ -42,6 +45,8 @@ class Scoring:
     """Are the entropies wanted?"""
     chunk_tokens: int
     """Tokens whose logits exist at once."""
+    replays: bool = False
+    """Under the microbatch's kept ids, where it has some?"""
 
     def options(self, stage: Any, weight_vd: torch.Tensor) -> dict[str, Any]:
         """The arguments that both forms of the op take by name."""
@@ -70,14 +75,27 @@ def score_hidden(stage: Any, hidden: torch.Tensor, microbatch: Microbatch, scori
         hidden.flatten(0, 1),
         weight_vd,
         _by_position(microbatch.target_t, num_rows, length),
+        replay=_kept_ids(microbatch, hidden) if scoring.replays else None,
         **scoring.options(stage, weight_vd),
     )
-    by_row: dict[str, Any] = {
-        field.name: None if value is None else value.view(length, num_rows).t().reshape(-1)
-        for field in dataclasses.fields(scores)
-        for value in [getattr(scores, field.name)]
-    }
-    return TokenLogprobs(**by_row)
+    return TokenLogprobs(**_by_row(scores, num_rows, length))
+
+
+def audit_hidden(stage: Any, hidden: torch.Tensor, microbatch: Microbatch, scoring: Scoring) -> AuditReport:
+    """`score_hidden`, for how the microbatch's kept ids, which it must have, differ from a search."""
+    num_rows, length = microbatch.input_ids_bl.shape
+    weight_vd = output_weight(stage)
+    mask = _kept_ids(microbatch, hidden)
+    assert mask is not None, "the config reads kept ids"
+    options = scoring.options(stage, weight_vd)
+    report = linear_audit_supports(
+        hidden.flatten(0, 1),
+        weight_vd,
+        _by_position(microbatch.target_t, num_rows, length),
+        Replayed(options.pop("spec"), mask),
+        **options,
+    )
+    return AuditReport(**_by_row(report, num_rows, length))
 
 
 def loss_of_hidden(
@@ -110,6 +128,7 @@ def loss_of_hidden(
         weight_vd,
         by_position["target_t"],
         loss_of_chunk=loss_of_chunk,
+        replay=_kept_ids(microbatch, hidden) if scoring.replays else None,
         **scoring.options(stage, weight_vd),
     )
 
@@ -117,6 +136,26 @@ def loss_of_hidden(
 def _by_position(value_t: torch.Tensor, num_rows: int, length: int) -> torch.Tensor:
     """Tokens of the microbatch in Megatron's order: position by position."""
     return value_t.view(num_rows, length).t().reshape(-1)
+
+
+def _by_row(value: Any, num_rows: int, length: int) -> dict[str, Any]:
+    """The `_t` fields of a result in the microbatch's order."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {
+        name: None if value_t is None else value_t.view(length, num_rows).t().reshape(-1)
+        for name, value_t in fields.items()
+    }
+
+
+def _kept_ids(microbatch: Microbatch, hidden: torch.Tensor) -> SamplingMask | None:
+    """The microbatch's kept ids in Megatron's order, on the device of the hidden states."""
+    kept = microbatch.kept_ids
+    if kept is None:
+        return None
+    num_rows, length = microbatch.input_ids_bl.shape
+    if num_rows > 1:
+        kept = kept.at(_by_position(torch.arange(num_rows * length), num_rows, length))
+    return kept.on(hidden.device)
 
 
 def output_weight(stage: Any) -> torch.Tensor:

@@ -87,10 +87,16 @@ class GuestWorker(MegatronWorker):
             vocab_size=vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
+            replays=config.sampling.support == "replay",
         )
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with what the current weights say of it: call it before the first update on it."""
+        """The batch with what the current weights say of it: call it before the first update on it.
+
+        With `loss.old_logprobs=sampler` what the sampler said, and no pass.
+        """
+        if self.config.loss.old_logprobs == "sampler":
+            return batch.with_sampler_as_old()
         scores = self.logprobs(batch)
         return dataclasses.replace(
             batch,

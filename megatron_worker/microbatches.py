@@ -14,6 +14,7 @@ from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import all_reduce_
 from rlcore.groups import ParallelGroups
 from rlcore.ops.penalties import PenaltyTokens
+from rlcore.sampling_mask import MaskRows
 from rlcore.step_weights import StepWeights
 
 # Fill of positions that predict nothing, by field: neutral values that no mask lets through.
@@ -87,7 +88,7 @@ def split_batch(
     `weights`: what the loss reads of each token; None for a scoring pass. `counts_penalties`: prepare the
     tokens that repetition, presence and frequency penalties count. `count_multiple`: the number of
     microbatches is a multiple of it. `least_count`: and no less than this (see `common_count`). Raises as
-    `check_splits`.
+    `check_splits`. With a `sampling_mask` each microbatch has its rows of it.
     """
     check_splits(batch)
     length = padded_length(batch, length_multiple)
@@ -106,30 +107,24 @@ def split_batch(
     }
     of_rows = (prompt_lengths(batch), batch.length_s)
     prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in of_rows)
+    kept = _kept_ids_of_rows(batch, rows, length)
     position_l = torch.arange(length, device=ids_sl.device)
     row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
+    chunks = [slice(start, start + microbatch_size) for start in range(0, rows, microbatch_size)]
     return [
         Microbatch(
-            input_ids_bl=ids_sl[start : start + microbatch_size],
+            input_ids_bl=ids_sl[chunk],
             position_ids_bl=position_l.expand(microbatch_size, length),
-            segment_t=torch.where(
-                index_s[start : start + microbatch_size, 0].repeat_interleave(length) < 0, -1, row_t
-            ),
+            segment_t=torch.where(index_s[chunk, 0].repeat_interleave(length) < 0, -1, row_t),
             num_segments=microbatch_size,
             num_samples=batch.num_sequences,
-            penalty_tokens=PenaltyTokens.of(
-                ids_sl[start : start + microbatch_size],
-                prompt_s[start : start + microbatch_size],
-                length_s[start : start + microbatch_size],
-            )
+            penalty_tokens=PenaltyTokens.of(ids_sl[chunk], prompt_s[chunk], length_s[chunk])
             if counts_penalties
             else None,
-            **{
-                f"{name}_t": value[start : start + microbatch_size].reshape(-1)
-                for name, value in columns.items()
-            },
+            kept_ids=None if kept is None else kept.at(slice(chunk.start * length, chunk.stop * length)),
+            **{f"{name}_t": value[chunk].reshape(-1) for name, value in columns.items()},
         )
-        for start in range(0, rows, microbatch_size)
+        for chunk in chunks
     ]
 
 
@@ -152,6 +147,26 @@ def described_columns(
             if value_sl is not None:
                 columns[name] = (value_sl, fill)
     return columns
+
+
+def mask_rows(batch: TrainBatch) -> torch.Tensor | None:
+    """`[S, L]` int64, token-aligned: each response token's row of the batch's sampling mask, -1 elsewhere.
+
+    None for a batch without one: the worker has taken it away where the config does not read it, and refused
+    a batch that lacks it where the config does.
+    """
+    if batch.sampling_mask is None:
+        return None
+    row_t = torch.arange(batch.ids_sl.numel(), device=batch.ids_sl.device)
+    return torch.where(batch.token_mask_sl, row_t.view(batch.ids_sl.shape), -1)
+
+
+def _kept_ids_of_rows(batch: TrainBatch, rows: int, length: int) -> MaskRows | None:
+    """The kept ids of every position of `rows` padded sequences, filler included."""
+    row_sl = mask_rows(batch)
+    if row_sl is None or batch.sampling_mask is None:
+        return None
+    return MaskRows(batch.sampling_mask, _shift(_pad(row_sl, rows, length, -1), -1).reshape(-1).cpu())
 
 
 def prompt_lengths(batch: TrainBatch) -> torch.Tensor:

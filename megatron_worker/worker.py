@@ -4,6 +4,7 @@ optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,13 +14,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
-from megatron_worker.batch_checks import check_same_batch, check_scores, check_trains
+from megatron_worker.batch_checks import check_kept_ids, check_same_batch, check_scores, check_trains
 from megatron_worker.chunks import let_go
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
     LossContract,
     OutputHead,
+    ScoredMicrobatch,
     divides_by_exact_count,
     make_loss_func,
     make_scoring_step,
@@ -40,9 +42,10 @@ from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import name_failure, raise_together
 from rlcore.config import RunConfig
 from rlcore.layout.balancing import check_fits
-from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
+from rlcore.layout.pp_broadcast import AUDIT_FIELDS, broadcast_from_last_stage, score_fields
 from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
-from rlcore.ops.logprob import TokenLogprobs
+from rlcore.ops.audit import AuditReport
+from rlcore.ops.replay import ReplayMode
 from rlcore.sampling import SamplingSpec
 from rlcore.step_weights import StepWeights, empty_step_metrics, weigh_step
 
@@ -87,6 +90,7 @@ class MegatronWorker:
             vocab_size=self.arch.vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
+            replays=config.sampling.support == "replay",
         )
         self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
         chunks = self._new_chunks()
@@ -141,8 +145,13 @@ class MegatronWorker:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""
         loss = self.config.loss
         unfiltered = loss.kl_coef > 0 and loss.kl_in == "reward"
-        fields = self._score(batch, self.chunks, self.spec, unfiltered)
+        sampling = self.config.sampling
+        fields = self._score(batch, self.chunks, self.spec, unfiltered, sampling.support)
         logprob_sl = fields["logprob"]
+        audit = None
+        if sampling.support == "audit":
+            report = {f"{field.name}_t": fields[field.name].flatten() for field in AUDIT_FIELDS}
+            audit = AuditReport(**report, out_of_support_t=~fields["keep"].flatten())
         # Without truncation nothing else travels: no mass is cut, and only a banned id has no logprob.
         keep_sl = fields.get("keep", ~torch.isneginf(logprob_sl))
         return ScoredTokens(
@@ -150,6 +159,7 @@ class MegatronWorker:
             keep_sl=keep_sl,
             log_mass_sl=fields.get("log_mass", torch.zeros_like(logprob_sl)),
             unfiltered_logprob_sl=fields.get("unfiltered_logprob", logprob_sl) if unfiltered else None,
+            audit=audit,
         )
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -160,14 +170,20 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _score(
-        self, batch: TrainBatch, chunks: Sequence[Any], spec: SamplingSpec, unfiltered: bool = False
+        self,
+        batch: TrainBatch,
+        chunks: Sequence[Any],
+        spec: SamplingSpec,
+        unfiltered: bool = False,
+        support: ReplayMode = "recompute",
     ) -> dict[str, torch.Tensor]:
         """The fields of `score_fields`, token-aligned `[S, L]`, on every stage."""
-        fields = score_fields(truncates=spec.truncates, unfiltered=unfiltered)
+        truncates, audits = spec.truncates or support != "recompute", support == "audit"
+        fields = score_fields(truncates=truncates, unfiltered=unfiltered, audits=audits)
         self._check_batch_together(batch)
-        microbatches = self._split(batch)
-        step = make_scoring_step(spec, self.head)
-        parts: list[TokenLogprobs] = run_schedule(
+        microbatches = self._split(batch, reads_kept_ids=support != "recompute")
+        step = make_scoring_step(spec, self.head, audits)
+        parts: list[ScoredMicrobatch] = run_schedule(
             chunks, step, microbatches, shape_of(microbatches), forward_only=True, collect=True
         )
         values, error = None, None
@@ -185,6 +201,7 @@ class MegatronWorker:
         logits, loss or gradients is refused on all ranks together (`StepResult.refused`), weights and
         optimizer untouched. `ValueError` on all ranks for a batch that the model or the loss cannot take.
         """
+        batch = self._with_old(batch)
         prepared = self.prepare(batch)
         if prepared.is_empty:
             return StepResult(
@@ -228,10 +245,12 @@ class MegatronWorker:
 
         `ValueError` on all ranks for a batch that the model or the loss cannot take. Collective.
         """
-        loss = self.config.loss
+        loss, replays = self.config.loss, self.head.replays
+        batch = self._with_old(batch)
         self._check_batch_together(batch, trains=True)
-        weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
-        microbatches = self._split(batch, weights)
+        truncates = self.spec.truncates or replays
+        weights = weigh_step(batch, loss, self.config.importance, truncates, self.groups.dp)
+        microbatches = self._split(batch, weights, reads_kept_ids=replays)
         loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
         return PreparedStep(
             forward_step=make_train_step(loss_func, self.head),
@@ -241,6 +260,10 @@ class MegatronWorker:
             has_kl_term=loss.kl_coef > 0 and loss.kl_in == "loss",
             num_chunks=len(self.chunks),
         )
+
+    def _with_old(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the old logprobs that the config names, where no pass has to compute them."""
+        return batch.with_sampler_as_old() if self.config.loss.old_logprobs == "sampler" else batch
 
     def refusal(self, reports: Sequence[LossReport]) -> StepResult | None:
         """Why the optimizer must not step: NaN or inf anywhere; else None. The same on every rank.
@@ -282,6 +305,8 @@ class MegatronWorker:
             if trains:
                 check_trains(batch, self.config.loss)
             check_scores(batch, self.num_positions, self.head.vocab_size)
+            if self.config.sampling.reads_kept_ids:
+                check_kept_ids(batch, self.config.sampling.support, self.head.vocab_size)
             if budget is not None:
                 sizes = {"cp_size": self.groups.cp_size, "tp_size": self.config.parallel.sp_size}
                 check_fits(batch.length_s.cpu(), budget, **sizes)
@@ -290,13 +315,17 @@ class MegatronWorker:
         raise_together(error, self.groups.world, self.device)
         error = None
         try:
-            check_same_batch(batch, self.groups, self.device)
+            check_same_batch(batch, self.groups, self.device, self.config.sampling.reads_kept_ids)
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)
 
-    def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
+    def _split(
+        self, batch: TrainBatch, weights: StepWeights | None = None, reads_kept_ids: bool = False
+    ) -> list[Microbatch]:
         """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
+        if not reads_kept_ids:
+            batch = dataclasses.replace(batch, sampling_mask=None)
         train, parallel = self.config.train, self.config.parallel
         count_multiple = parallel.microbatch_multiple
         how = (parallel.sp_size, weights, self.spec.penalises, count_multiple)
@@ -308,12 +337,12 @@ class MegatronWorker:
     def _join(
         self,
         microbatches: Sequence[Microbatch],
-        parts: Sequence[TokenLogprobs],
+        parts: Sequence[ScoredMicrobatch],
         batch: TrainBatch,
         name: str,
     ) -> torch.Tensor:
         """One field of the scores, token-aligned `[S, L]`. Collective over CP."""
-        parts_t = [getattr(part, f"{name}_t") for part in parts]
+        parts_t = [part.field(name) for part in parts]
         fill = name == "keep"
         if microbatches[0].packed is not None:
             return unpack_scores(microbatches, parts_t, batch, fill, self.groups.cp)
@@ -330,13 +359,12 @@ class MegatronWorker:
         return add_metrics([neutral, own, *(report.metrics for report in reports)])
 
     def _broken_scores(
-        self, microbatches: Sequence[Microbatch], parts: Sequence[TokenLogprobs]
+        self, microbatches: Sequence[Microbatch], parts: Sequence[ScoredMicrobatch]
     ) -> ValueError | None:
         """The error for a scored response token whose row of logits was broken."""
         for microbatch, part in zip(microbatches, parts, strict=True):
-            broken_t = (
-                torch.isnan(part.unfiltered_logprob_t) & microbatch.token_mask_t & microbatch.sample_mask_t
-            )
+            broken_t = torch.isnan(part.scores.unfiltered_logprob_t)
+            broken_t = broken_t & microbatch.token_mask_t & microbatch.sample_mask_t
             if bool(broken_t.any()):
                 row = int(microbatch.sample_index_t[broken_t][0])
                 return ValueError(broken_message("logits", [(self.groups.dp_rank, row)]))

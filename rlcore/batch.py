@@ -10,12 +10,12 @@ Two alignments exist, and only `megatron_worker/microbatches.py` converts betwee
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from rlcore.sampling_mask import SamplingMask
+from rlcore.sampling_mask import MaskRows, SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,9 @@ class TrainBatch:
     reference_logprob_sl: torch.Tensor | None = None
     """`[S, L]` float32: frozen reference policy, never truncated. None: no KL term."""
     sampling_mask: SamplingMask | None = None
-    """`Rollout.sampling_mask`, where the config replays or audits it."""
+    """`Rollout.sampling_mask`, where the config replays or audits it: row s L + j lists what the sampler kept
+    where it drew `ids_sl[s, j]`.
+    """
 
     def __post_init__(self) -> None:
         num_sequences, length = self.ids_sl.shape
@@ -135,6 +137,32 @@ class TrainBatch:
         """S."""
         return self.ids_sl.shape[0]
 
+    def rows(self, chunk: slice) -> TrainBatch:
+        """Some consecutive samples, as views. `ValueError` for a slice with a step, where there is a mask."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = value[chunk]
+        if self.sampling_mask is not None:
+            length = self.ids_sl.shape[1]
+            start, stop, step = chunk.indices(self.num_sequences)
+            changed["sampling_mask"] = self.sampling_mask.rows(slice(start * length, stop * length, step))
+        return replace(self, **changed)
+
+    def with_sampler_as_old(self) -> TrainBatch:
+        """The sampler's logprobs as the old policy's (`loss.old_logprobs=sampler`).
+
+        Every token was in the sampler's support when it was drawn: one without a finite logprob cannot be
+        scored, and leaves through `keep_old`. How much mass the sampler cut is not known.
+        """
+        finite_sl = torch.isfinite(self.sampler_logprob_sl)
+        return replace(
+            self,
+            old_logprob_sl=torch.where(finite_sl, self.sampler_logprob_sl, -torch.inf),
+            keep_old_sl=finite_sl,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredTokens:
@@ -149,6 +177,10 @@ class ScoredTokens:
     """float32, <= 0: log of the surviving mass."""
     unfiltered_logprob_sl: torch.Tensor | None = None
     """float32 under the whole distribution, where the config asks for it."""
+    audit: Any = None
+    """`rlcore.ops.audit.AuditReport` of the S x L tokens in the order of `logprob_sl`, where the config asks
+    for it; neutral where nothing was predicted.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +232,8 @@ class Microbatch:
     penalty_tokens: Any = None
     """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
     """
+    kept_ids: MaskRows | None = None
+    """The ids that the sampler kept at the T positions; None where the config does not read them."""
     packed: Any = None
     """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's part
     of one row of sequences end to end. None: b rows of L positions.

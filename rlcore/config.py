@@ -153,9 +153,10 @@ class LossConfig:
     tokens that only the current policy drops, counted by Megatron after the last forward.
     """
     old_logprobs: Literal["recompute", "sampler", "skip"] = "recompute"
-    """`recompute`: a scoring pass before the update. `sampler`: the rollout engine's own numbers instead; the
-    ratio then carries what the two engines differ by. `skip`: none; for `on_policy` and `reinforce`, which
-    have no ratio.
+    """`recompute`: a scoring pass before the update. `sampler`: the rollout engine's own numbers instead, and
+    no such pass; the ratio then carries what the two engines differ by, which nothing measures (no
+    `mismatch/...` of the two), and a token without a finite number leaves the loss as outside the old
+    support. `skip`: none; for `on_policy` and `reinforce`, which have no ratio.
     """
     kl_coef: float = 0.0
     """Weight of the reference KL (on unfiltered logprobs). 0 loads no reference policy."""

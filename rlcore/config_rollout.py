@@ -33,8 +33,14 @@ class SamplingConfig:
 
     support: Literal["recompute", "replay", "audit"] = "recompute"
     """Whose kept ids the trainer scores under. `recompute`: those that it finds itself. `replay`: those that
-    the sampler kept, token by token. `audit`: its own, and how they differ from the sampler's is reported.
+    the sampler kept, token by token. `audit`: its own, and how they differ from the sampler's is reported
+    (`audit/...`); that takes a scoring pass, whatever `loss.old_logprobs` says.
     """
+
+    @property
+    def reads_kept_ids(self) -> bool:
+        """Must batches hold the ids that the sampler kept?"""
+        return self.support != "recompute"
 
     def spec(self) -> SamplingSpec:
         """The `SamplingSpec` of these fields."""

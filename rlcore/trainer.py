@@ -59,7 +59,7 @@ def train(
         )
         rolled_out = time.perf_counter()
 
-        batch = score_old_policy(config, worker, build_batch(rollout, selection.counts_s))
+        batch, audit = score_old_policy(config, worker, build_batch(rollout, selection.counts_s))
         shaped_s = reward_s - kl_penalty(config, batch)
         advantage_sl = token_advantages(config.advantage, rollout, shaped_s, selection.counts_s, groups)
         batch = dataclasses.replace(batch, advantage_sl=advantage_sl)
@@ -71,7 +71,7 @@ def train(
         ]
         finished = time.perf_counter()
 
-        own = step_metrics(step, rollout, batch, reward_s, selection)
+        own = step_metrics(step, rollout, batch, reward_s, selection) | audit
         metrics = reduce_metrics(own, groups.dp, reward_s.device)
         metrics |= {
             "time/rollout_s": rolled_out - started,
@@ -121,27 +121,32 @@ def build_batch(rollout: Rollout, sample_mask_s: torch.Tensor) -> TrainBatch:
     )
 
 
-def score_old_policy(config: RunConfig, worker: PolicyWorker, batch: TrainBatch) -> TrainBatch:
-    """Adds what the policy said before the update, and the reference where the loss has a KL term."""
-    if config.loss.old_logprobs == "recompute":
+def score_old_policy(
+    config: RunConfig, worker: PolicyWorker, batch: TrainBatch
+) -> tuple[TrainBatch, dict[str, Metric]]:
+    """Adds what the policy said before the update, and the reference where the loss has a KL term.
+
+    The metrics say how the sampler's supports differ from the policy's, where the config audits them.
+    """
+    old_logprobs, audits = config.loss.old_logprobs, config.sampling.support == "audit"
+    metrics: dict[str, Metric] = {}
+    if old_logprobs == "recompute" or audits:
         old = worker.logprobs(batch)
-        batch = dataclasses.replace(
-            batch,
-            old_logprob_sl=old.logprob_sl,
-            keep_old_sl=old.keep_sl,
-            old_log_mass_sl=old.log_mass_sl,
-            old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
-        )
-    elif config.loss.old_logprobs == "sampler":
-        # Every token was in the sampler's support when it was drawn; how much mass it cut is not known.
-        batch = dataclasses.replace(
-            batch,
-            old_logprob_sl=batch.sampler_logprob_sl,
-            keep_old_sl=~torch.isneginf(batch.sampler_logprob_sl),
-        )
+        if audits:
+            metrics = old.audit.metrics((batch.token_mask_sl & batch.sample_mask_s[:, None]).flatten())
+        if old_logprobs == "recompute":
+            batch = dataclasses.replace(
+                batch,
+                old_logprob_sl=old.logprob_sl,
+                keep_old_sl=old.keep_sl,
+                old_log_mass_sl=old.log_mass_sl,
+                old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
+            )
+    if old_logprobs == "sampler":
+        batch = batch.with_sampler_as_old()
     if config.loss.kl_coef > 0:
         batch = dataclasses.replace(batch, reference_logprob_sl=worker.reference_logprobs(batch))
-    return batch
+    return batch, metrics
 
 
 def kl_penalty(config: RunConfig, batch: TrainBatch) -> torch.Tensor:
@@ -185,12 +190,8 @@ def num_updates(config: RunConfig) -> int:
 def minibatches(batch: TrainBatch, count: int) -> Iterator[TrainBatch]:
     """`count` equal runs of rows, views of the batch. Every rank cuts its own share alike."""
     rows = batch.num_sequences // count
-    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for start in range(0, rows * count, rows):
-        yield dataclasses.replace(
-            batch, **{name: tensor[start : start + rows] for name, tensor in present.items()}
-        )
+        yield batch.rows(slice(start, start + rows))
 
 
 def step_metrics(
@@ -226,16 +227,23 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
     Differences of filtered logprobs see the retained tokens that are in both supports; the rest sees the KL
     mask. `k3` estimates KL(sampler || old policy): the tokens are the sampler's. A NaN of the sampler is in
-    no mean and counted.
+    no mean and counted. Where the old logprobs are the sampler's own, only what it could not say is left.
     """
-    if batch.old_logprob_sl is None or batch.keep_old_sl is None or batch.old_log_mass_sl is None:
-        # The old pass was skipped: there is nothing to compare the sampler with.
+    if batch.old_logprob_sl is None:
+        # Nothing reads the sampler's logprobs.
         return {}
     sample_mask_sl = batch.sample_mask_s[:, None].expand_as(batch.token_mask_sl)
     valid_sl = kl_mask(batch.token_mask_sl, sample_mask_sl)
-    retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
     keep_sampler_sl = ~torch.isneginf(batch.sampler_logprob_sl)
     nan_sl = torch.isnan(batch.sampler_logprob_sl)
+    own: dict[str, Metric] = {
+        "mismatch/sampler_out_of_support": mean_over(~keep_sampler_sl, valid_sl),
+        "mismatch/sampler_nan": Sum((nan_sl & valid_sl).sum()),
+    }
+    if batch.keep_old_sl is None or batch.old_log_mass_sl is None:
+        # The old logprobs are the sampler's own: no pass gave others to compare them with.
+        return own
+    retained_sl = retained_mask(batch.token_mask_sl, sample_mask_sl, batch.keep_old_sl)
     both_sl = retained_sl & keep_sampler_sl & ~nan_sl
     old_sl = torch.where(both_sl, batch.old_logprob_sl.double(), 0.0)
     log_ratio_sl = old_sl - torch.where(both_sl, batch.sampler_logprob_sl.double(), 0.0)
@@ -245,8 +253,7 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, Metric]:
         "mismatch/abs_max": max_over(log_ratio_sl.abs(), both_sl),
         "mismatch/k3": mean_over(k3_of_log_ratio(bounded_sl), both_sl),
         "mismatch/out_of_support": mean_over(~batch.keep_old_sl, valid_sl),
-        "mismatch/sampler_out_of_support": mean_over(~keep_sampler_sl, valid_sl),
-        "mismatch/sampler_nan": Sum((nan_sl & valid_sl).sum()),
+        **own,
         "mismatch/old_log_mass": mean_over(batch.old_log_mass_sl, valid_sl),
     }
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Unpack
 
 import torch
 
 from rlcore.collectives import Group, all_gather, all_reduce_, group_size
 from rlcore.metrics import Metric, mean_over
+from rlcore.ops.linear_head import HeadOptions, LinearHead
 from rlcore.ops.logprob import ScoredRows, VocabShard, real_columns, score_rows
 from rlcore.ops.passes import Passes, select_passes
 from rlcore.ops.penalties import PenaltyTokens, penalised_logits
@@ -87,6 +89,42 @@ def audit_supports(
         log_mass_difference_t=replayed.log_mass_t - searched.log_mass_t,
         out_of_support_t=~searched.keep_t,
     )
+
+
+@torch.no_grad()
+def linear_audit_supports(
+    hidden_td: torch.Tensor,
+    weight_vd: torch.Tensor,
+    target_t: torch.Tensor,
+    distribution: Replayed,
+    tp_group: Group,
+    vocab: VocabShard,
+    **options: Unpack[HeadOptions],
+) -> AuditReport:
+    """`audit_supports(hidden_td @ weight_vd.T, ...)` with the logits of one chunk of tokens at a time.
+
+    Shapes, Dtypes, Layout: as `linear_vocab_parallel_logprob`; the report is that of all T tokens on every
+    rank. Collectives: over `tp_group`, for each chunk those of `audit_supports`; with `sequence_parallel` one
+    all-gather of hidden before. Backward: none. Mutates: nothing.
+
+    Raises `ValueError` as `linear_vocab_parallel_logprob`.
+    """
+    given: HeadOptions = {**options, "replay": distribution.mask}
+    head = LinearHead.of(hidden_td, weight_vd, target_t, distribution.spec, tp_group, vocab, given)
+    whole_td = head.gather(hidden_td)
+    reports = [
+        audit_supports(
+            head.logits(whole_td, weight_vd, chunk),
+            target_t[chunk],
+            distribution.rows(chunk),
+            tp_group,
+            vocab,
+            backend=head.backend,
+        )
+        for chunk in head.chunks()
+    ]
+    names = [field.name for field in fields(AuditReport)]
+    return AuditReport(**{name: torch.cat([getattr(report, name) for report in reports]) for name in names})
 
 
 def _num_common(

@@ -11,7 +11,7 @@ from typing import TypedDict
 import torch
 
 from rlcore.collectives import Group, all_gather, all_reduce_, group_rank, group_size, reduce_scatter
-from rlcore.ops.inputs import check_coverage, check_targets
+from rlcore.ops.inputs import check_coverage, check_ids
 from rlcore.ops.logprob import (
     ScoredRows,
     TokenLogprobs,
@@ -20,7 +20,9 @@ from rlcore.ops.logprob import (
     score_rows,
 )
 from rlcore.ops.passes import Passes, select_passes
+from rlcore.ops.replay import Replayed
 from rlcore.sampling import RowSampling, SamplingSpec
+from rlcore.sampling_mask import SamplingMask
 
 # Tokens whose logits exist at once. Fewer make the head's weight gradient bound by memory traffic on a GPU:
 # each chunk reads and writes all of it.
@@ -30,6 +32,10 @@ CHUNK_TOKENS = 1024
 class HeadOptions(TypedDict, total=False):
     """Keyword arguments of both forms."""
 
+    replay: SamplingMask | None
+    """The ids that the sampler kept, a row each of the T tokens, in place of a search: as for
+    `vocab_parallel_logprob`. Default None.
+    """
     entropy: bool
     """Also compute both entropies. Default False."""
     backend: str
@@ -55,6 +61,7 @@ class LinearHead:
     spec: SamplingSpec | RowSampling
     tp_group: Group
     vocab: VocabShard
+    replay: SamplingMask | None = None
     entropy: bool = False
     backend: str = "auto"
     chunk_tokens: int = CHUNK_TOKENS
@@ -82,7 +89,7 @@ class LinearHead:
         validate = hidden_td.device.type == "cpu" if head.validate is None else head.validate
         if validate:
             check_coverage(weight_vd.t(), vocab.start, vocab.vocab_size, tp_group)
-            check_targets(target_t, vocab.vocab_size)
+            check_ids(target_t, vocab.vocab_size, head.replay, None)
         return replace(head, validate=validate)
 
     def chunks(self) -> Iterator[slice]:
@@ -118,7 +125,11 @@ class LinearHead:
 
     def score(self, logits_cv: torch.Tensor, chunk: slice) -> tuple[TokenLogprobs, ScoredRows]:
         """The op on one chunk."""
-        spec = self.spec.rows(chunk) if isinstance(self.spec, RowSampling) else self.spec
+        spec: SamplingSpec | RowSampling | Replayed = self.spec
+        if self.replay is not None:
+            spec = Replayed(spec, self.replay).rows(chunk)
+        elif isinstance(spec, RowSampling):
+            spec = spec.rows(chunk)
         passes, target_c = self.passes(logits_cv), self.target_t[chunk]
         return score_rows(passes, logits_cv, target_c, spec, self.tp_group, self.vocab, self.entropy)
 
@@ -188,6 +199,10 @@ def _check(hidden_td: torch.Tensor, weight_vd: torch.Tensor, head: LinearHead) -
     if isinstance(head.spec, RowSampling) and head.spec.num_rows != num_tokens:
         raise ValueError(
             f"sampling parameters of {head.spec.num_rows} rows for {num_tokens} tokens: expected one each."
+        )
+    if head.replay is not None and head.replay.num_rows != num_tokens:
+        raise ValueError(
+            f"replay offsets describe {head.replay.num_rows} rows for {num_tokens} tokens: expected one each."
         )
     if head.chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={head.chunk_tokens}: expected at least 1.")
