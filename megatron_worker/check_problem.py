@@ -21,6 +21,7 @@ from rlcore.config_rules import check_microbatch_groups, check_run_config
 from rlcore.config_rules_experts import check_expert_ranks
 from rlcore.layout.balancing import balance
 from rlcore.layout.packing import length_multiples
+from rlcore.sampling_mask import SamplingMask
 
 HEAD_DIM = 8
 FFN_PER_RANK = 24
@@ -247,6 +248,21 @@ def plain_batch(config: RunConfig, layout: CheckLayout) -> TrainBatch:
         sample_mask_s=torch.arange(num_sequences) < num_sequences - 2,
         advantage_sl=torch.where(token_mask_sl, advantage_s, 0.0),
         sampler_logprob_sl=torch.zeros(num_sequences, LENGTH),
+        sampling_mask=drawn_kept_ids(config, token_mask_sl) if config.sampling.reads_kept_ids else None,
+    )
+
+
+def drawn_kept_ids(config: RunConfig, token_mask_sl: torch.Tensor) -> SamplingMask:
+    """Random kept ids for every response token, from one id to about half of the vocabulary."""
+    assert config.model.vocab_size is not None
+    vocab_size, generator = config.model.vocab_size, torch.Generator().manual_seed(config.seed + 3)
+    return SamplingMask.from_lists(
+        [
+            torch.randperm(vocab_size, generator=generator)[: 1 + row % (vocab_size // 2)].tolist()
+            if is_response
+            else []
+            for row, is_response in enumerate(token_mask_sl.flatten().tolist())
+        ]
     )
 
 

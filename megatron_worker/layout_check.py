@@ -29,6 +29,7 @@ from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import all_gather
 from rlcore.config import RunConfig
 from rlcore.groups import ParallelGroups
+from rlcore.layout.pp_broadcast import AUDIT_FIELDS
 from rlcore.quantiles import RELATIVE_ERROR
 
 LOGPROB_TOLERANCE = 2e-5
@@ -122,10 +123,10 @@ def compare_layout(config: RunConfig, reference: Reference) -> list[Difference]:
         groups = worker.groups
         factors = measure_loss_scale(worker.scale_probe())
         rows = share_rows(reference.plain, groups)
-        plain = _rows(reference.plain, rows)
+        plain = reference.plain.rows(rows)
         scores = _on_cpu(worker.logprobs(_on_device(plain, worker.device)))
         frozen = frozen_logprobs(worker, plain)
-        step = worker.train_step(_on_device(_rows(reference.trained, rows), worker.device))
+        step = worker.train_step(_on_device(reference.trained.rows(rows), worker.device))
         gradients = whole_gradients(worker)
         own = [
             Difference(
@@ -183,6 +184,14 @@ def score_differences(ours: ScoredTokens, reference: Reference, rows: slice) -> 
         assert ours.unfiltered_logprob_sl is not None
         fields = (ours.unfiltered_logprob_sl, expected.unfiltered_logprob_sl)
         differences.append(_difference("unfiltered logprob", *fields, scored_sl))
+    if reference.scores.audit is not None:
+        for field in AUDIT_FIELDS:
+            of_whole_t, of_rows_t = (
+                getattr(scores.audit, f"{field.name}_t").cpu().double() for scores in (reference.scores, ours)
+            )
+            expected_sl = of_whole_t.view(reference.plain.ids_sl.shape)[rows]
+            gap = _difference(f"audit {field.name}", of_rows_t.view(scored_sl.shape), expected_sl, both_sl)
+            differences.append(gap)
     return differences
 
 
@@ -327,8 +336,8 @@ def _as_distance(gap: float) -> float:
 Tokens = TypeVar("Tokens", TrainBatch, ScoredTokens)
 
 
-def _rows(value: Tokens, rows: slice) -> Tokens:
-    return _map(value, lambda tensor: tensor[rows])
+def _rows(scores: ScoredTokens, rows: slice) -> ScoredTokens:
+    return _map(scores, lambda tensor: tensor[rows])
 
 
 def _on_cpu(value: Tokens) -> Tokens:
@@ -340,9 +349,11 @@ def _on_device(value: Tokens, device: torch.device) -> Tokens:
 
 
 def _map(value: Tokens, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
-    """The same with `change` applied to every tensor."""
+    """The same with `change` applied to every tensor; kept ids stay on the host, an audit where it is."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed: dict[str, Any] = {name: item if item is None else change(item) for name, item in fields.items()}
+    changed: dict[str, Any] = {
+        name: change(item) if isinstance(item, torch.Tensor) else item for name, item in fields.items()
+    }
     return type(value)(**changed)
 
 

@@ -164,7 +164,10 @@ def write_replayed_gradient_(
         # dH/dz = -p (z - E[z]), E[z] = log - H.
         p_n = (y_n - log_sum_t[row_n]).exp()
         shifted_n = finite(y_n) - (log_sum_t - own_entropy_t)[row_n]
-        return p_n * (scale_t[row_n] - slope_t[row_n] * shifted_n)
+        value_n = p_n * (scale_t[row_n] - slope_t[row_n] * shifted_n)
+        # A row that no loss reads may have nothing but a banned target: its NaN must not meet the zeros.
+        unread_t = (scale_t == 0) & (slope_t == 0)
+        return torch.where(unread_t[row_n], 0.0, value_n)
 
     is_target_n = targets.here_t[row_n] & (entries.column_n == targets.column_t[row_n])
     value_n = torch.where(is_target_n, (logprob_t + unfiltered_t)[row_n], 0.0)

@@ -15,7 +15,8 @@ import torch
 
 from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.config import RunConfig, load_run_config
-from rlcore.ops.reference import reference_logprob
+from rlcore.ops.logprob import TokenLogprobs
+from rlcore.ops.reference import reference_logprob, reference_replay
 from rlcore.quantiles import RELATIVE_ERROR
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
@@ -145,14 +146,7 @@ def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
 
 def share(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
     """This data-parallel rank's rows."""
-    rows = slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size)
-    return TrainBatch(
-        **{
-            f.name: v if v is None else v[rows]
-            for f in dataclasses.fields(batch)
-            for v in [getattr(batch, f.name)]
-        }
-    )
+    return batch.rows(slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size))
 
 
 def score_on_rank(rank, world_size, config, batch):
@@ -222,6 +216,24 @@ def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) ->
         assert ours.metrics[name] == pytest.approx(value, abs=TOLERANCE, rel=tolerance), (hint, name)
 
 
+def reference_scores(logits: torch.Tensor, batch: TrainBatch, row: int, config: RunConfig) -> TokenLogprobs:
+    """Of one sequence's tokens after the first, under the kept ids where the config replays them."""
+    length, spec = int(batch.length_s[row]), config.sampling.spec()
+    target_t = batch.ids_sl[row, 1:length]
+    if config.sampling.support != "replay":
+        return reference_logprob(logits, target_t, spec)
+    kept_ids = [kept_of(batch, row, position) for position in range(1, length)]
+    return reference_replay(logits, target_t, spec, kept_ids)
+
+
+def kept_of(batch: TrainBatch, row: int, position: int) -> list[int]:
+    """The sampler's kept ids of one token."""
+    assert batch.sampling_mask is not None
+    index = row * batch.ids_sl.shape[1] + position
+    start, stop = batch.sampling_mask.offsets[index : index + 2].tolist()
+    return batch.sampling_mask.token_ids[start:stop].tolist()
+
+
 def reference_step(
     config: RunConfig, batch: TrainBatch, path: str, **options: object
 ) -> tuple[float, dict[str, torch.Tensor], int]:
@@ -236,7 +248,7 @@ def reference_step(
     for row in range(NUM_SEQUENCES):
         length = int(batch.length_s[row])
         logits = model(batch.ids_sl[row : row + 1, : length - 1]).logits[0]
-        scores = reference_logprob(logits, batch.ids_sl[row, 1:length], config.sampling.spec())
+        scores = reference_scores(logits, batch, row, config)
         for position in range(1, length):
             if not (batch.token_mask_sl[row, position] and batch.sample_mask_s[row]):
                 continue

@@ -101,9 +101,7 @@ def make_batch() -> TrainBatch:
 def rows_of(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
     """This data-parallel rank's rows; not equally many, where there are two."""
     cuts = [0, NUM_SEQUENCES] if dp_size == 1 else [0, 5, NUM_SEQUENCES]
-    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    rows = slice(cuts[dp_rank], cuts[dp_rank + 1])
-    return TrainBatch(**{name: None if value is None else value[rows] for name, value in values.items()})
+    return batch.rows(slice(cuts[dp_rank], cuts[dp_rank + 1]))
 
 
 @contextlib.contextmanager
