@@ -64,14 +64,22 @@ class ReplayedRows:
     num_kept_t: torch.Tensor
     """`[t]` int64: ids of the support that are not banned."""
 
+    def in_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`log_sum_t` and `entropy_t` with 0 where all of the support is banned. Such a row is masked, and
+        then its incoming gradients are 0, which no NaN may meet; or it is refused for its unfiltered logprob.
+        """
+        banned_t = self.log_sum_t.isnan()
+        return torch.where(banned_t, 0.0, self.log_sum_t), torch.where(banned_t, 0.0, self.entropy_t)
+
     def support(self, dtype: torch.dtype) -> Support:
         """For the passes: nothing lies above the threshold, so they write the whole row's terms alone."""
+        log_sum_t, entropy_t = self.in_gradients()
         return Support(
             threshold_t=torch.full(self.log_sum_t.shape, math.inf, dtype=dtype, device=self.log_sum_t.device),
             share_t=torch.zeros(self.log_sum_t.shape, dtype=dtype, device=self.log_sum_t.device),
-            log_sum_t=self.log_sum_t.to(dtype),
+            log_sum_t=log_sum_t.to(dtype),
             num_kept_t=self.num_kept_t,
-            entropy_t=self.entropy_t.to(dtype),
+            entropy_t=entropy_t.to(dtype),
         )
 
 
@@ -164,13 +172,11 @@ def write_replayed_gradient_(
         # dH/dz = -p (z - E[z]), E[z] = log - H.
         p_n = (y_n - log_sum_t[row_n]).exp()
         shifted_n = finite(y_n) - (log_sum_t - own_entropy_t)[row_n]
-        value_n = p_n * (scale_t[row_n] - slope_t[row_n] * shifted_n)
-        # A row that no loss reads may have nothing but a banned target: its NaN must not meet the zeros.
-        unread_t = (scale_t == 0) & (slope_t == 0)
-        return torch.where(unread_t[row_n], 0.0, value_n)
+        return p_n * (scale_t[row_n] - slope_t[row_n] * shifted_n)
 
     is_target_n = targets.here_t[row_n] & (entries.column_n == targets.column_t[row_n])
     value_n = torch.where(is_target_n, (logprob_t + unfiltered_t)[row_n], 0.0)
-    value_n = value_n + term(replayed.log_sum_t, mass_t - logprob_t, entropy_t, replayed.entropy_t)
+    log_sum_t, support_entropy_t = replayed.in_gradients()
+    value_n = value_n + term(log_sum_t, mass_t - logprob_t, entropy_t, support_entropy_t)
     value_n = value_n + term(whole_log_t, -mass_t - unfiltered_t, whole_entropy_t, stats.entropy_t.double())
     entries.write_(grad_tv, value_n / temperature_t[row_n])

@@ -187,6 +187,14 @@ def test_the_fused_head_is_checked_where_the_run_has_it():
         assert [line for line in differences(layout, "model.fused_head=true") if not line.ok] == []
 
 
+@pytest.mark.parametrize("support", ["replay", "audit"])
+def test_the_samplers_kept_ids_are_checked_where_the_run_reads_them(support):
+    words = (f"sampling.support={support}", "sampling.top_k=8", "model.fused_head=true")
+    found = differences({"tp": 2, "cp": 2, **SP}, *words)
+    assert [line for line in found if not line.ok] == []
+    assert any(line.quantity == "audit jaccard" for line in found) == (support == "audit")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
     """By the quantity that it should show in."""
