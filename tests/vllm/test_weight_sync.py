@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 def draw(running):
-    """The same requests each time, seeds included; one at a time, since what is in a batch changes last bits."""
+    """The same requests each time, seeds included; one at a time, since a batch changes last bits."""
     completions = []
     for prompt in PROMPTS:
         request = running.expected.request(prompt, 1, 5 + prompt.group_id)
@@ -85,8 +85,8 @@ class WithoutReset:
 
 @pytest.mark.parametrize("model", ["untied", "tied"])
 def test_weights_arrive_to_the_bit_and_nothing_old_is_left(model, request, tmp_path):
-    """B48: head, embedding and cached prefixes are the new weights' after an update, and the old ones' after the
-    next.
+    """B48: head, embedding and cached prefixes are the new weights' after an update, and the old ones' after
+    the next.
     """
     running = request.getfixturevalue(model)
     other = str(tmp_path / "other")
@@ -182,7 +182,7 @@ def test_an_update_that_does_not_fit_changes_nothing(untied, tmp_path, fault, me
     untied.engine.reset_prefix_cache()
     assert draw(untied) == before
     check_serving(untied.engine, sender.run, 1)
-    with pytest.raises(WeightSyncError, match="version 1 is not newer than version 1"):
+    with pytest.raises(WeightSyncError, match=r"version 1 is not newer than version 1"):
         send(weights, 1, untied.engine, sender)
     sender.close()
 
@@ -191,10 +191,10 @@ def test_an_update_that_fails_half_way_leaves_an_engine_that_says_so(own_engine,
     """A mixture of two versions is never drawn from, nor mended by the next update."""
     weights = exported(own_engine.folder)
     sender = send(weights, 1, own_engine.engine, parent=tmp_path)
-    with pytest.raises(WeightSyncError, match="did not load the weights.*nothing that may be drawn from"):
+    with pytest.raises(WeightSyncError, match=r"did not load the weights.*nothing that may be drawn from"):
         send(weights, 2, Meddled(own_engine.engine, "load_weights_of", lose_a_bucket), sender)
-    with pytest.raises(WeightSyncError, match="no longer serves"):
+    with pytest.raises(WeightSyncError, match=r"no longer serves"):
         check_serving(own_engine.engine, sender.run, 1)
-    with pytest.raises(WeightSyncError, match="an earlier update failed half-way.*Restart the engine"):
+    with pytest.raises(WeightSyncError, match=r"an earlier update failed half-way.*Restart the engine"):
         send(weights, 3, own_engine.engine, sender)
     sender.close()
