@@ -11,6 +11,7 @@ from rlcore.batch import TrainBatch
 from rlcore.collectives import all_gather
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
+from rlcore.ops.replay import ReplayMode
 
 
 def check_trains(batch: TrainBatch, loss: LossConfig) -> None:
@@ -42,6 +43,21 @@ def check_trains(batch: TrainBatch, loss: LossConfig) -> None:
             f"sample {row} counts position {column}, whose old logprob is -inf: its ratio would be infinite. "
             "Set keep_old_sl to False where old_logprob_sl is -inf."
         )
+
+
+def check_kept_ids(batch: TrainBatch, support: ReplayMode, vocab_size: int) -> None:
+    """The ids that the sampler kept are there for every token that counts, where they are replayed or
+    audited.
+    """
+    if support == "recompute":
+        return
+    if batch.sampling_mask is None:
+        raise ValueError(
+            f"sampling.support={support} reads the ids that the sampler kept, and the batch has none: give "
+            "TrainBatch.sampling_mask, or set sampling.support=recompute."
+        )
+    counts_t = (batch.token_mask_sl & batch.sample_mask_s[:, None]).flatten().cpu()
+    batch.sampling_mask.check(counts_t.shape[0], vocab_size, counts_t)
 
 
 def check_scores(batch: TrainBatch, num_positions: int, vocab_size: int) -> None:
@@ -86,18 +102,19 @@ def check_same_batch(batch: TrainBatch, groups: ParallelGroups, device: torch.de
     """`ValueError` on every rank of a replica whose ranks (TP x PP x CP) hold different ids, lengths or
     masks: the model would mix them without a sign, such as the embeddings of one rank's ids with another's.
 
-    Collectives: one all-gather of 7 int64 over the replica.
+    Collectives: one all-gather of 9 int64 over the replica.
     """
-    own = [*batch.ids_sl.shape]
-    for name in _SAME_EVERYWHERE:
-        value = getattr(batch, name)
+    own, mask = [*batch.ids_sl.shape], batch.sampling_mask
+    values = [getattr(batch, name) for name in _SAME_EVERYWHERE]
+    values += [None, None] if mask is None else [mask.token_ids, mask.offsets]
+    for value in values:
         # Weighed by place, so that a permutation is seen; sums wrap around alike on all ranks.
         own.append(-1 if value is None else (value.reshape(-1).long() * _places(value)).sum())
     stacked = torch.stack([torch.as_tensor(number, device=device) for number in own])
     other = all_gather(stacked, groups.model) != stacked
     if bool(other.any()):
         column = int(other.any(dim=0).nonzero()[0])
-        name = ("ids_sl", "ids_sl", *_SAME_EVERYWHERE)[column]
+        name = ("ids_sl", "ids_sl", *_SAME_EVERYWHERE, "sampling_mask", "sampling_mask")[column]
         raise ValueError(
             f"the ranks of one model replica (TP x PP x CP) were given different {name}. All of them need "
             "the same batch: choose it by the data-parallel rank, not by the global one."

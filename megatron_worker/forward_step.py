@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,8 +28,12 @@ from megatron_worker.microbatch_loss import (
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
+from rlcore.masks import kl_mask
+from rlcore.metrics import Metric
+from rlcore.ops.audit import audit_supports
 from rlcore.ops.linear_head import CHUNK_TOKENS
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
+from rlcore.ops.replay import Replayed, ReplayMode
 from rlcore.sampling import SamplingSpec
 
 
@@ -140,6 +144,8 @@ class OutputHead:
     """Score hidden states and the head's weight; the stage then runs without its head."""
     fused_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at once when fused."""
+    support: ReplayMode = "recompute"
+    """`sampling.support`. What is not `recompute` needs logits: not fused."""
 
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
         """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
@@ -158,7 +164,7 @@ class OutputHead:
         """The scored tokens of what `run` returned on the last stage."""
         if self.fused:
             return score_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy))
-        return score_logits(output, microbatch, spec, self.groups, self.vocab_size, entropy)
+        return score_logits(output, microbatch, spec, self.groups, self.vocab_size, entropy, self.support)
 
     def loss(
         self,
@@ -175,7 +181,11 @@ class OutputHead:
 
         entropy = wants_entropy(loss)
         if not (self.fused and is_sum_over_tokens(loss)):
-            return loss_of(microbatch, self.score(model, output, microbatch, spec, entropy))
+            value, report = loss_of(microbatch, self.score(model, output, microbatch, spec, entropy))
+            if self.support == "audit":
+                found = audit_logits(output, microbatch, spec, self.groups, self.vocab_size)
+                report = replace(report, metrics={**report.metrics, **found})
+            return value, report
         scoring = self._scoring(spec, entropy)
         value, reports = loss_of_hidden(unwrap(model), output, microbatch, scoring, loss_of)
         return value, join_reports(reports)
@@ -197,10 +207,13 @@ def score_logits(
     groups: ParallelGroups,
     vocab_size: int,
     entropy: bool,
+    support: ReplayMode = "recompute",
 ) -> TokenLogprobs:
-    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data."""
-    logits_tv = logits.reshape(-1, logits.shape[-1])
-    vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
+    """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data.
+
+    `support`: `replay` scores under the microbatch's `sampling_mask`.
+    """
+    logits_tv, vocab = flat_logits(logits, groups, vocab_size)
     return vocab_parallel_logprob(
         logits_tv,
         microbatch.target_t,
@@ -210,7 +223,44 @@ def score_logits(
         entropy=entropy,
         validate=False,
         penalties=microbatch.penalty_tokens,
+        replay=microbatch.sampling_mask,
+        replay_mode=support,
     )
+
+
+def audit_logits(
+    logits: torch.Tensor,
+    microbatch: Microbatch,
+    spec: SamplingSpec,
+    groups: ParallelGroups,
+    vocab_size: int,
+) -> dict[str, Metric]:
+    """How the microbatch's `sampling_mask` differs from the searched supports, over its KL mask.
+
+    Collectives: those of `audit_supports`.
+    """
+    logits_tv, vocab = flat_logits(logits.detach(), groups, vocab_size)
+    mask = microbatch.sampling_mask
+    assert mask is not None, "the worker checks that a batch it audits has the sampler's kept ids"
+    report = audit_supports(
+        logits_tv,
+        microbatch.target_t,
+        Replayed(spec, mask),
+        groups.tp,
+        vocab,
+        penalties=microbatch.penalty_tokens,
+    )
+    return report.metrics(
+        kl_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.sequence_keep_t)
+    )
+
+
+def flat_logits(
+    logits: torch.Tensor, groups: ParallelGroups, vocab_size: int
+) -> tuple[torch.Tensor, VocabShard]:
+    """Megatron's `[b, L, v]` as `[T, v]`, and which ids its columns are."""
+    logits_tv = logits.reshape(-1, logits.shape[-1])
+    return logits_tv, VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
 
 
 def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:

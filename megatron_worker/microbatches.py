@@ -14,6 +14,7 @@ from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import all_reduce_
 from rlcore.groups import ParallelGroups
 from rlcore.ops.penalties import PenaltyTokens
+from rlcore.sampling_mask import SamplingMask
 from rlcore.step_weights import StepWeights
 
 # Fill of positions that predict nothing, by field: neutral values that no mask lets through.
@@ -106,6 +107,7 @@ def split_batch(
     }
     of_rows = (prompt_lengths(batch), batch.length_s)
     prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in of_rows)
+    mask_row_sl = _shift(_pad(mask_rows(batch), rows, length, -1), -1)
     position_l = torch.arange(length, device=ids_sl.device)
     row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
     return [
@@ -124,6 +126,7 @@ def split_batch(
             )
             if counts_penalties
             else None,
+            sampling_mask=kept_ids(batch, mask_row_sl[start : start + microbatch_size].reshape(-1)),
             **{
                 f"{name}_t": value[start : start + microbatch_size].reshape(-1)
                 for name, value in columns.items()
@@ -152,6 +155,19 @@ def described_columns(
             if value_sl is not None:
                 columns[name] = (value_sl, fill)
     return columns
+
+
+def mask_rows(batch: TrainBatch) -> torch.Tensor:
+    """`[S, L]` int64, token-aligned: the row of the batch's `sampling_mask` that belongs to each response
+    token; -1 elsewhere.
+    """
+    row_sl = torch.arange(batch.ids_sl.numel(), device=batch.ids_sl.device).view_as(batch.ids_sl)
+    return torch.where(batch.token_mask_sl, row_sl, -1)
+
+
+def kept_ids(batch: TrainBatch, mask_row_t: torch.Tensor) -> SamplingMask | None:
+    """The batch's `sampling_mask` at those of its rows; None where the batch has none."""
+    return None if batch.sampling_mask is None else batch.sampling_mask.select(mask_row_t.cpu())
 
 
 def prompt_lengths(batch: TrainBatch) -> torch.Tensor:

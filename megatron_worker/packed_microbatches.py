@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_worker.microbatches import check_splits, described_columns, prompt_lengths
+from megatron_worker.microbatches import check_splits, described_columns, kept_ids, mask_rows, prompt_lengths
 from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import Group
 from rlcore.groups import ParallelGroups
@@ -104,6 +104,7 @@ def _pack_row(
     row_t = local(layout.row_t)
     in_batch_t = row_t.clamp(min=0)
     index_t = in_batch_t * batch.ids_sl.shape[1] + local(layout.column_t).clamp(min=0)
+    mask_row_sl = shift_to_predictor(mask_rows(batch), batch.length_s, -1)
     return Microbatch(
         input_ids_bl=local(layout.pack(batch.ids_sl, 0))[None],
         position_ids_bl=local(layout.position_t)[None],
@@ -113,6 +114,7 @@ def _pack_row(
         num_segments=layout.num_segments,
         num_samples=batch.num_sequences,
         penalty_tokens=None if penalties is None else penalties.rows(index_t.cpu()),
+        sampling_mask=kept_ids(batch, local(layout.pack(mask_row_sl, -1))),
         packed=packed,
         **{f"{name}_t": local(layout.pack(value_sl, fill)) for name, (value_sl, fill) in columns.items()},
     )

@@ -4,6 +4,7 @@ optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
 from megatron_worker.architecture import architecture_from_config, architecture_from_hf
-from megatron_worker.batch_checks import check_same_batch, check_scores, check_trains
+from megatron_worker.batch_checks import check_kept_ids, check_same_batch, check_scores, check_trains
 from megatron_worker.chunks import let_go
 from megatron_worker.cpu_backend import cpu_backend
 from megatron_worker.decoding import MegatronDecoder
@@ -87,6 +88,7 @@ class MegatronWorker:
             vocab_size=self.arch.vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
+            support=config.sampling.support,
         )
         self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
         chunks = self._new_chunks()
@@ -165,7 +167,9 @@ class MegatronWorker:
         """The fields of `score_fields`, token-aligned `[S, L]`, on every stage."""
         fields = score_fields(truncates=spec.truncates, unfiltered=unfiltered)
         self._check_batch_together(batch)
-        microbatches = self._split(batch)
+        # What was kept of the sampler's distribution says nothing of one that is not truncated.
+        replays = self.head.support == "replay" and spec.truncates
+        microbatches = self._split(self._with_kept_ids(batch, replays))
         step = make_scoring_step(spec, self.head)
         parts: list[TokenLogprobs] = run_schedule(
             chunks, step, microbatches, shape_of(microbatches), forward_only=True, collect=True
@@ -231,7 +235,8 @@ class MegatronWorker:
         loss = self.config.loss
         self._check_batch_together(batch, trains=True)
         weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
-        microbatches = self._split(batch, weights)
+        reads_kept = self.head.support != "recompute"
+        microbatches = self._split(self._with_kept_ids(batch, reads_kept), weights)
         loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
         return PreparedStep(
             forward_step=make_train_step(loss_func, self.head),
@@ -282,6 +287,7 @@ class MegatronWorker:
             if trains:
                 check_trains(batch, self.config.loss)
             check_scores(batch, self.num_positions, self.head.vocab_size)
+            check_kept_ids(batch, self.head.support, self.head.vocab_size)
             if budget is not None:
                 sizes = {"cp_size": self.groups.cp_size, "tp_size": self.config.parallel.sp_size}
                 check_fits(batch.length_s.cpu(), budget, **sizes)
@@ -294,6 +300,12 @@ class MegatronWorker:
         except ValueError as cause:
             error = cause
         raise_together(error, self.groups.world, self.device)
+
+    def _with_kept_ids(self, batch: TrainBatch, read: bool) -> TrainBatch:
+        """The batch with the sampler's kept ids where they are read: on the last stage, when `read`."""
+        if read and self.groups.is_last_stage:
+            return batch
+        return dataclasses.replace(batch, sampling_mask=None)
 
     def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
@@ -321,7 +333,7 @@ class MegatronWorker:
 
     def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""
-        neutral = neutral_metrics(self.config.loss, self.device)
+        neutral = neutral_metrics(self.config.loss, self.device, audits=self.head.support == "audit")
         neutral |= {name: neutral_like(metric) for name, metric in weights.metrics.items()}
         if not self.groups.is_last_stage or self.groups.tp_rank != 0:
             return neutral

@@ -200,6 +200,10 @@ class Microbatch:
     penalty_tokens: Any = None
     """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
     """
+    sampling_mask: SamplingMask | None = None
+    """The ids that the sampler kept where it drew each predicted token, T rows, on the host; rows that
+    predict no response token list none. None where the config neither replays nor audits them.
+    """
     packed: Any = None
     """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's part
     of one row of sequences end to end. None: b rows of L positions.

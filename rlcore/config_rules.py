@@ -170,11 +170,17 @@ def check_clip_and_lr(config: RunConfig) -> None:
 
 
 def check_sampling(config: RunConfig) -> None:
-    """The sampling values are ones a sampler accepts."""
+    """The sampling values are ones a sampler accepts, and kept ids are of something that cuts."""
     try:
-        config.sampling.spec()
+        spec = config.sampling.spec()
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from error
+    support = config.sampling.support
+    if support != "recompute" and not spec.truncates:
+        raise ConfigError(
+            f"sampling.support={support} reads the ids that a truncation kept, and sampling names none. Set "
+            "sampling.top_k, or sampling.support=recompute."
+        )
 
 
 def check_fused_head(config: RunConfig) -> None:
@@ -184,6 +190,12 @@ def check_fused_head(config: RunConfig) -> None:
         raise ConfigError(
             f"model.fused_head=true cannot apply sampling.{spec.penalty_fields}: penalties change whole "
             "logits. Set model.fused_head=false, or switch the penalty off."
+        )
+    if config.sampling.support != "recompute" and config.model.fused_head:
+        raise ConfigError(
+            f"model.fused_head=true searches the support chunk by chunk and cannot read the sampler's kept "
+            f"ids (sampling.support={config.sampling.support}). Set model.fused_head=false, or "
+            "sampling.support=recompute."
         )
 
 

@@ -185,11 +185,15 @@ def num_updates(config: RunConfig) -> int:
 def minibatches(batch: TrainBatch, count: int) -> Iterator[TrainBatch]:
     """`count` equal runs of rows, views of the batch. Every rank cuts its own share alike."""
     rows = batch.num_sequences // count
-    tensors = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    names = [field.name for field in dataclasses.fields(batch) if field.name != "sampling_mask"]
+    present = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    length, mask = batch.ids_sl.shape[1], batch.sampling_mask
     for start in range(0, rows * count, rows):
+        stop = start + rows
         yield dataclasses.replace(
-            batch, **{name: tensor[start : start + rows] for name, tensor in present.items()}
+            batch,
+            sampling_mask=None if mask is None else mask.rows(slice(start * length, stop * length)),
+            **{name: tensor[start:stop] for name, tensor in present.items()},
         )
 
 

@@ -17,6 +17,8 @@ from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.config import RunConfig, load_run_config
 from rlcore.ops.reference import reference_logprob
 from rlcore.quantiles import RELATIVE_ERROR
+from rlcore.sampling_mask import SamplingMask
+from rlcore.trainer import minibatches
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
 MODEL = {
@@ -121,6 +123,19 @@ def make_batch() -> TrainBatch:
     )
 
 
+def with_kept_ids(batch: TrainBatch) -> TrainBatch:
+    """With the ids that a sampler kept: for each response token two to twelve of any, in any order, the token
+    not always among them; for the others none.
+    """
+    generator = torch.Generator().manual_seed(9)
+    lists = []
+    for is_response in batch.token_mask_sl.flatten().tolist():
+        ids = torch.randperm(MODEL["vocab_size"], generator=generator).tolist()
+        size = int(torch.randint(2, 13, (1,), generator=generator))
+        lists.append(ids[:size] if is_response else [])
+    return dataclasses.replace(batch, sampling_mask=SamplingMask.from_lists(lists))
+
+
 def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
     """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old =
     -inf).
@@ -145,14 +160,7 @@ def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
 
 def share(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
     """This data-parallel rank's rows."""
-    rows = slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size)
-    return TrainBatch(
-        **{
-            f.name: v if v is None else v[rows]
-            for f in dataclasses.fields(batch)
-            for v in [getattr(batch, f.name)]
-        }
-    )
+    return list(minibatches(batch, dp_size))[dp_rank]
 
 
 def score_on_rank(rank, world_size, config, batch):
