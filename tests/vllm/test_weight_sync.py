@@ -187,6 +187,7 @@ def test_an_update_that_does_not_fit_changes_nothing(untied, tmp_path, fault, me
     sender.close()
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_half_way_leaves_an_engine_that_says_so(own_engine, tmp_path):
     """A mixture of two versions is never drawn from, nor mended by the next update."""
     weights = exported(own_engine.folder)
