@@ -134,6 +134,7 @@ def check_ranges(config: RunConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_grad": optimizer.clip_grad,
         "train.save_every": config.train.save_every,
+        "train.log_samples": config.train.log_samples,
         "task.reward_workers": config.task.reward_workers,
     }
     check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")

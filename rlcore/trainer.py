@@ -15,6 +15,7 @@ import torch
 
 from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
 from rlcore.batch import Rollout, StepResult, TrainBatch
+from rlcore.collectives import group_rank
 from rlcore.config import AdvantageConfig, RunConfig
 from rlcore.dynamic_sampling import SampleSelection, select_samples
 from rlcore.grading import score
@@ -25,6 +26,7 @@ from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_ove
 from rlcore.ops.kl import MAX_LOG_RATIO, k3_of_log_ratio, kl_reward_penalty
 from rlcore.reward_groups import group_rewards
 from rlcore.rollouts import Rollouts
+from rlcore.samples import sample_records
 
 
 def train(
@@ -80,7 +82,9 @@ def train(
             "time/step_s": finished - started,
             "time/tokens_per_s": metrics["batch/tokens"] / (finished - started),
         }
-        log.step(step, metrics, updates, rewards.notes)
+        num_samples = config.train.log_samples if group_rank(groups.world) == 0 else 0
+        samples = sample_records(step, num_samples, task, rollout, batch, rewards)
+        log.step(step, metrics, updates, rewards.notes, samples)
         num_refused = refused_in_a_row(updates, num_refused, config.train.max_refused_updates)
         save_if_due(config, worker, step)
 
