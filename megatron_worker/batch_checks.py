@@ -11,6 +11,7 @@ from rlcore.batch import TrainBatch
 from rlcore.collectives import all_gather
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
+from rlcore.ops.replay import ReplayMode
 
 
 def check_trains(batch: TrainBatch, loss: LossConfig) -> None:
@@ -42,6 +43,33 @@ def check_trains(batch: TrainBatch, loss: LossConfig) -> None:
             f"sample {row} counts position {column}, whose old logprob is -inf: its ratio would be infinite. "
             "Set keep_old_sl to False where old_logprob_sl is -inf."
         )
+
+
+def check_kept_ids(batch: TrainBatch, support: ReplayMode, vocab_size: int) -> None:
+    """The ids that the sampler kept are there for every token that counts, where they are replayed or
+    audited.
+    """
+    if support == "recompute":
+        return
+    if batch.sampling_mask is None:
+        raise ValueError(
+            f"sampling.support={support} reads the ids that the sampler kept, and the batch has none: give "
+            "TrainBatch.sampling_mask, or set sampling.support=recompute."
+        )
+    if batch.sampling_mask.offsets.device.type != "cpu":
+        raise ValueError(
+            f"sampling.support={support}: TrainBatch.sampling_mask.offsets is on "
+            f"{batch.sampling_mask.offsets.device}: expected the host, where microbatches choose their rows. "
+            "Move it with .cpu()."
+        )
+    counts_t = (batch.token_mask_sl & batch.sample_mask_s[:, None]).flatten().cpu()
+    try:
+        batch.sampling_mask.check(counts_t.shape[0], vocab_size, counts_t)
+    except ValueError as error:
+        raise ValueError(
+            f"sampling.support={support}: TrainBatch.sampling_mask does not fit (row s x "
+            f"{batch.ids_sl.shape[1]} + j is that of token j of sample s): {error}"
+        ) from None
 
 
 def check_scores(batch: TrainBatch, num_positions: int, vocab_size: int) -> None:
@@ -79,30 +107,6 @@ def check_scores(batch: TrainBatch, num_positions: int, vocab_size: int) -> None
         )
 
 
-def check_kept_ids(batch: TrainBatch, support: str, vocab_size: int) -> None:
-    """Every token that counts has its sampler's kept ids."""
-    mask, key = batch.sampling_mask, f"sampling.support={support}"
-    if mask is None:
-        raise ValueError(
-            f"{key} reads the ids that the sampler kept, and the batch has no sampling_mask. Give "
-            "TrainBatch.sampling_mask what the rollout engine returns (rollout.engine=vllm asks for it), or "
-            "set sampling.support=recompute."
-        )
-    if mask.offsets.device.type != "cpu":
-        raise ValueError(
-            f"{key}: TrainBatch.sampling_mask.offsets is on {mask.offsets.device}: expected the host, where "
-            "microbatches choose their rows. Move it with .cpu()."
-        )
-    counts_sl = batch.token_mask_sl & batch.sample_mask_s[:, None]
-    try:
-        mask.check(batch.ids_sl.numel(), vocab_size, counts_sl.flatten())
-    except ValueError as error:
-        raise ValueError(
-            f"{key}: TrainBatch.sampling_mask does not fit (its row s x {batch.ids_sl.shape[1]} + j is of "
-            f"token j of sample s): {error}"
-        ) from None
-
-
 _SAME_EVERYWHERE = ("ids_sl", "length_s", "token_mask_sl", "sample_mask_s", "keep_old_sl")
 
 
@@ -112,24 +116,23 @@ def check_same_batch(
     """`ValueError` on every rank of a replica whose ranks (TP x PP x CP) hold different ids, lengths or
     masks: the model would mix them without a sign, such as the embeddings of one rank's ids with another's.
 
-    `reads_kept_ids`: or different kept ids of the sampler, which the batch then has.
+    `reads_kept_ids`: or different kept ids of the sampler, which all then have.
 
     Collectives: one all-gather of 7 int64 over the replica, 9 with kept ids.
     """
-    own = [*batch.ids_sl.shape]
-    values = {name: getattr(batch, name) for name in _SAME_EVERYWHERE}
+    own, mask = [*batch.ids_sl.shape], batch.sampling_mask
+    values = [getattr(batch, name) for name in _SAME_EVERYWHERE]
     if reads_kept_ids:
-        assert batch.sampling_mask is not None, "check_kept_ids has seen it"
-        values["sampling_mask.offsets"] = batch.sampling_mask.offsets
-        values["sampling_mask.token_ids"] = batch.sampling_mask.token_ids
-    for value in values.values():
+        assert mask is not None, "check_kept_ids has seen it"
+        values += [mask.token_ids, mask.offsets]
+    for value in values:
         # Weighed by place, so that a permutation is seen; sums wrap around alike on all ranks.
         own.append(-1 if value is None else (value.reshape(-1).long() * _places(value)).sum())
     stacked = torch.stack([torch.as_tensor(number, device=device) for number in own])
     other = all_gather(stacked, groups.model) != stacked
     if bool(other.any()):
         column = int(other.any(dim=0).nonzero()[0])
-        name = ("ids_sl", "ids_sl", *values)[column]
+        name = ("ids_sl", "ids_sl", *_SAME_EVERYWHERE, "sampling_mask", "sampling_mask")[column]
         raise ValueError(
             f"the ranks of one model replica (TP x PP x CP) were given different {name}. All of them need "
             "the same batch: choose it by the data-parallel rank, not by the global one."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,11 +28,11 @@ from megatron_worker.microbatch_loss import (
 from rlcore.batch import Microbatch
 from rlcore.config import LossConfig
 from rlcore.groups import ParallelGroups
-from rlcore.layout.pp_broadcast import AUDIT_FIELDS
+from rlcore.masks import kl_mask
 from rlcore.ops.audit import AuditReport, audit_supports
 from rlcore.ops.linear_head import CHUNK_TOKENS
 from rlcore.ops.logprob import TokenLogprobs, VocabShard, vocab_parallel_logprob
-from rlcore.ops.replay import Replayed
+from rlcore.ops.replay import Replayed, ReplayMode
 from rlcore.sampling import SamplingSpec
 
 
@@ -143,8 +143,8 @@ class OutputHead:
     """Score hidden states and the head's weight; the stage then runs without its head."""
     fused_tokens: int = CHUNK_TOKENS
     """Tokens whose logits exist at once when fused."""
-    replays: bool = False
-    """Score under a microbatch's kept ids, where it has some (`sampling.support=replay`)?"""
+    support: ReplayMode = "recompute"
+    """`sampling.support`."""
 
     def run(self, model: Any, microbatch: Microbatch) -> torch.Tensor:
         """Logits `[b, L, v]` on the last stage, hidden states on the others and everywhere when fused.
@@ -163,28 +163,7 @@ class OutputHead:
         """The scored tokens of what `run` returned on the last stage."""
         if self.fused:
             return score_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy))
-        return score_logits(
-            output, microbatch, spec, self.groups, self.vocab_size, entropy, replays=self.replays
-        )
-
-    def audit(
-        self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec
-    ) -> AuditReport:
-        """How the microbatch's kept ids differ from the support that a search finds, for what `run` returned
-        on the last stage. Without gradient.
-        """
-        if self.fused:
-            return audit_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy=False))
-        assert microbatch.kept_ids is not None, "the config reads kept ids"
-        logits_tv = output.reshape(-1, output.shape[-1])
-        return audit_supports(
-            logits_tv,
-            microbatch.target_t,
-            Replayed(spec, microbatch.kept_ids.on(output.device)),
-            self.groups.tp,
-            VocabShard.even(logits_tv.shape[1] * self.groups.tp_size, self.vocab_size, self.groups.tp),
-            penalties=microbatch.penalty_tokens,
-        )
+        return score_logits(output, microbatch, spec, self.groups, self.vocab_size, entropy, self.support)
 
     def loss(
         self,
@@ -200,11 +179,27 @@ class OutputHead:
             return microbatch_loss(part, scores, loss, self.groups.cp)
 
         entropy = wants_entropy(loss)
-        if not (self.fused and is_sum_over_tokens(loss)):
-            return loss_of(microbatch, self.score(model, output, microbatch, spec, entropy))
-        scoring = self._scoring(spec, entropy)
-        value, reports = loss_of_hidden(unwrap(model), output, microbatch, scoring, loss_of)
-        return value, join_reports(reports)
+        if self.fused and is_sum_over_tokens(loss):
+            scoring = self._scoring(spec, entropy)
+            value, reports = loss_of_hidden(unwrap(model), output, microbatch, scoring, loss_of)
+            report = join_reports(reports)
+        else:
+            value, report = loss_of(microbatch, self.score(model, output, microbatch, spec, entropy))
+        if self.support == "audit":
+            audit = self.audit(model, output, microbatch, spec)
+            mask_t = kl_mask(microbatch.token_mask_t, microbatch.sample_mask_t, microbatch.sequence_keep_t)
+            report = replace(report, metrics={**report.metrics, **audit.metrics(mask_t)})
+        return value, report
+
+    def audit(
+        self, model: Any, output: torch.Tensor, microbatch: Microbatch, spec: SamplingSpec
+    ) -> AuditReport:
+        """How the microbatch's `sampling_mask` differs from the searched supports, for what `run` returned on
+        the last stage. Without gradient.
+        """
+        if self.fused:
+            return audit_hidden(unwrap(model), output, microbatch, self._scoring(spec, entropy=False))
+        return audit_logits(output, microbatch, spec, self.groups, self.vocab_size)
 
     def _scoring(self, spec: SamplingSpec, entropy: bool) -> Scoring:
         return Scoring(
@@ -213,7 +208,7 @@ class OutputHead:
             vocab_size=self.vocab_size,
             entropy=entropy,
             chunk_tokens=self.fused_tokens,
-            replays=self.replays,
+            replays=self.support == "replay",
         )
 
 
@@ -224,15 +219,13 @@ def score_logits(
     groups: ParallelGroups,
     vocab_size: int,
     entropy: bool,
-    replays: bool = False,
+    support: ReplayMode = "recompute",
 ) -> TokenLogprobs:
     """The op on Megatron's `[b, L, v]` logits, flattened in the microbatch's order. Never raises on data.
 
-    `replays`: under the microbatch's kept ids, where it has some.
+    `support`: `replay` scores under the microbatch's `sampling_mask`.
     """
-    kept = microbatch.kept_ids if replays else None
-    logits_tv = logits.reshape(-1, logits.shape[-1])
-    vocab = VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
+    logits_tv, vocab = flat_logits(logits, groups, vocab_size)
     return vocab_parallel_logprob(
         logits_tv,
         microbatch.target_t,
@@ -242,37 +235,50 @@ def score_logits(
         entropy=entropy,
         validate=False,
         penalties=microbatch.penalty_tokens,
-        replay=None if kept is None else kept.on(logits.device),
+        replay=microbatch.sampling_mask,
+        replay_mode=support,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoredMicrobatch:
-    """What a scoring pass says of a microbatch's tokens."""
+def audit_logits(
+    logits: torch.Tensor,
+    microbatch: Microbatch,
+    spec: SamplingSpec,
+    groups: ParallelGroups,
+    vocab_size: int,
+) -> AuditReport:
+    """`audit_supports` on Megatron's `[b, L, v]` logits and the microbatch's `sampling_mask`."""
+    logits_tv, vocab = flat_logits(logits.detach(), groups, vocab_size)
+    mask = microbatch.sampling_mask
+    assert mask is not None, "the worker checks that a batch it audits has the sampler's kept ids"
+    return audit_supports(
+        logits_tv,
+        microbatch.target_t,
+        Replayed(spec, mask),
+        groups.tp,
+        vocab,
+        penalties=microbatch.penalty_tokens,
+    )
 
-    scores: TokenLogprobs
-    audit: AuditReport | None = None
-    """None where the pass audits nothing."""
 
-    def field(self, name: str) -> torch.Tensor:
-        """`[T]`: one of `score_fields`."""
-        audited = any(name == field.name for field in AUDIT_FIELDS)
-        return getattr(self.audit if audited else self.scores, f"{name}_t")
+def flat_logits(
+    logits: torch.Tensor, groups: ParallelGroups, vocab_size: int
+) -> tuple[torch.Tensor, VocabShard]:
+    """Megatron's `[b, L, v]` as `[T, v]`, and which ids its columns are."""
+    logits_tv = logits.reshape(-1, logits.shape[-1])
+    return logits_tv, VocabShard.even(logits_tv.shape[1] * groups.tp_size, vocab_size, groups.tp)
 
 
-def make_scoring_step(spec: SamplingSpec, head: OutputHead, audits: bool = False) -> Callable:
-    """A forward step for `collect_non_loss_data=True`: the schedule collects `ScoredMicrobatch`es on the last
-    stage. `audits`: with how the microbatch's kept ids differ from what a search finds.
+def make_scoring_step(spec: SamplingSpec, head: OutputHead) -> Callable:
+    """A forward step for `collect_non_loss_data=True`: the schedule collects `TokenLogprobs` on the last
+    stage.
     """
 
     def scoring_step(data: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable]:
         microbatch = next(data)
 
-        def collect(output: torch.Tensor, non_loss_data: bool = True) -> ScoredMicrobatch:
-            audit = head.audit(model, output, microbatch, spec) if audits else None
-            return ScoredMicrobatch(
-                scores=head.score(model, output, microbatch, spec, entropy=False), audit=audit
-            )
+        def collect(output: torch.Tensor, non_loss_data: bool = True) -> TokenLogprobs:
+            return head.score(model, output, microbatch, spec, entropy=False)
 
         return head.run(model, microbatch), collect
 

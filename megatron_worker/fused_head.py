@@ -75,7 +75,7 @@ def score_hidden(stage: Any, hidden: torch.Tensor, microbatch: Microbatch, scori
         hidden.flatten(0, 1),
         weight_vd,
         _by_position(microbatch.target_t, num_rows, length),
-        replay=_kept_ids(microbatch, hidden) if scoring.replays else None,
+        replay=_kept_ids(microbatch) if scoring.replays else None,
         **scoring.options(stage, weight_vd),
     )
     return TokenLogprobs(**_by_row(scores, num_rows, length))
@@ -85,7 +85,7 @@ def audit_hidden(stage: Any, hidden: torch.Tensor, microbatch: Microbatch, scori
     """`score_hidden`, for how the microbatch's kept ids, which it must have, differ from a search."""
     num_rows, length = microbatch.input_ids_bl.shape
     weight_vd = output_weight(stage)
-    mask = _kept_ids(microbatch, hidden)
+    mask = _kept_ids(microbatch)
     assert mask is not None, "the config reads kept ids"
     options = scoring.options(stage, weight_vd)
     report = linear_audit_supports(
@@ -128,7 +128,7 @@ def loss_of_hidden(
         weight_vd,
         by_position["target_t"],
         loss_of_chunk=loss_of_chunk,
-        replay=_kept_ids(microbatch, hidden) if scoring.replays else None,
+        replay=_kept_ids(microbatch) if scoring.replays else None,
         **scoring.options(stage, weight_vd),
     )
 
@@ -147,15 +147,13 @@ def _by_row(value: Any, num_rows: int, length: int) -> dict[str, Any]:
     }
 
 
-def _kept_ids(microbatch: Microbatch, hidden: torch.Tensor) -> SamplingMask | None:
-    """The microbatch's kept ids in Megatron's order, on the device of the hidden states."""
-    kept = microbatch.kept_ids
-    if kept is None:
-        return None
+def _kept_ids(microbatch: Microbatch) -> SamplingMask | None:
+    """The microbatch's kept ids in Megatron's order."""
+    mask = microbatch.sampling_mask
     num_rows, length = microbatch.input_ids_bl.shape
-    if num_rows > 1:
-        kept = kept.at(_by_position(torch.arange(num_rows * length), num_rows, length))
-    return kept.on(hidden.device)
+    if mask is None or num_rows == 1:
+        return mask
+    return mask.select(_by_position(torch.arange(num_rows * length), num_rows, length))
 
 
 def output_weight(stage: Any) -> torch.Tensor:

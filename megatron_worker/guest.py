@@ -87,7 +87,7 @@ class GuestWorker(MegatronWorker):
             vocab_size=vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
-            replays=config.sampling.support == "replay",
+            support=config.sampling.support,
         )
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:

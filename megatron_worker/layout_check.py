@@ -29,7 +29,6 @@ from rlcore.batch import ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import all_gather
 from rlcore.config import RunConfig
 from rlcore.groups import ParallelGroups
-from rlcore.layout.pp_broadcast import AUDIT_FIELDS
 from rlcore.quantiles import RELATIVE_ERROR
 
 LOGPROB_TOLERANCE = 2e-5
@@ -184,14 +183,6 @@ def score_differences(ours: ScoredTokens, reference: Reference, rows: slice) -> 
         assert ours.unfiltered_logprob_sl is not None
         fields = (ours.unfiltered_logprob_sl, expected.unfiltered_logprob_sl)
         differences.append(_difference("unfiltered logprob", *fields, scored_sl))
-    if reference.scores.audit is not None:
-        for field in AUDIT_FIELDS:
-            of_whole_t, of_rows_t = (
-                getattr(scores.audit, f"{field.name}_t").cpu().double() for scores in (reference.scores, ours)
-            )
-            expected_sl = of_whole_t.view(reference.plain.ids_sl.shape)[rows]
-            gap = _difference(f"audit {field.name}", of_rows_t.view(scored_sl.shape), expected_sl, both_sl)
-            differences.append(gap)
     return differences
 
 
@@ -349,7 +340,7 @@ def _on_device(value: Tokens, device: torch.device) -> Tokens:
 
 
 def _map(value: Tokens, change: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
-    """The same with `change` applied to every tensor; kept ids stay on the host, an audit where it is."""
+    """The same with `change` applied to every tensor; kept ids stay on the host."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     changed: dict[str, Any] = {
         name: change(item) if isinstance(item, torch.Tensor) else item for name, item in fields.items()

@@ -25,6 +25,7 @@ from rlcore.metrics import (
     neutral_like,
     quantiles_over,
 )
+from rlcore.ops.audit import AuditReport
 from rlcore.ops.kl import KL_ESTIMATORS, KLRule, KLTerms, k3_of_log_ratio
 from rlcore.ops.logprob import TokenLogprobs
 from rlcore.ops.loss import (
@@ -220,9 +221,9 @@ def kl_metrics(kl: KLTerms, valid_t: torch.Tensor, loss: LossConfig) -> dict[str
     return metrics
 
 
-def neutral_metrics(loss: LossConfig, device: torch.device) -> dict[str, Metric]:
+def neutral_metrics(loss: LossConfig, device: torch.device, audits: bool = False) -> dict[str, Metric]:
     """The metrics of no tokens at all: what ranks without logits hand to the reduction, same names, same
-    types.
+    types. `audits`: with those of `sampling.support=audit`.
     """
     empty_t = torch.zeros(0, device=device)
     none_t, ids_t = empty_t.bool(), empty_t.long()
@@ -253,7 +254,17 @@ def neutral_metrics(loss: LossConfig, device: torch.device) -> dict[str, Metric]
         unfiltered_entropy_t=empty_t,
     )
     _, report = microbatch_loss(microbatch, scores, loss)
-    return {name: neutral_like(metric) for name, metric in report.metrics.items()}
+    metrics = dict(report.metrics)
+    if audits:
+        nothing = AuditReport(
+            jaccard_t=empty_t,
+            num_replayed_t=ids_t,
+            num_recomputed_t=ids_t,
+            log_mass_difference_t=empty_t,
+            out_of_support_t=none_t,
+        )
+        metrics |= nothing.metrics(none_t)
+    return {name: neutral_like(metric) for name, metric in metrics.items()}
 
 
 def _term(value: torch.Tensor, mask_t: torch.Tensor, loss: LossConfig) -> Metric:

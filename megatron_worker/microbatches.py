@@ -14,7 +14,7 @@ from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import all_reduce_
 from rlcore.groups import ParallelGroups
 from rlcore.ops.penalties import PenaltyTokens
-from rlcore.sampling_mask import MaskRows
+from rlcore.sampling_mask import SamplingMask
 from rlcore.step_weights import StepWeights
 
 # Fill of positions that predict nothing, by field: neutral values that no mask lets through.
@@ -88,7 +88,7 @@ def split_batch(
     `weights`: what the loss reads of each token; None for a scoring pass. `counts_penalties`: prepare the
     tokens that repetition, presence and frequency penalties count. `count_multiple`: the number of
     microbatches is a multiple of it. `least_count`: and no less than this (see `common_count`). Raises as
-    `check_splits`. With a `sampling_mask` each microbatch has its rows of it.
+    `check_splits`.
     """
     check_splits(batch)
     length = padded_length(batch, length_multiple)
@@ -107,7 +107,9 @@ def split_batch(
     }
     of_rows = (prompt_lengths(batch), batch.length_s)
     prompt_s, length_s = (_pad(value_s[:, None], rows, 1, 0)[:, 0] for value_s in of_rows)
-    kept = _kept_ids_of_rows(batch, rows, length)
+    mask_row_sl = mask_rows(batch)
+    if mask_row_sl is not None:
+        mask_row_sl = _shift(_pad(mask_row_sl, rows, length, -1), -1).cpu()
     position_l = torch.arange(length, device=ids_sl.device)
     row_t = torch.arange(microbatch_size, device=ids_sl.device).repeat_interleave(length)
     chunks = [slice(start, start + microbatch_size) for start in range(0, rows, microbatch_size)]
@@ -121,7 +123,7 @@ def split_batch(
             penalty_tokens=PenaltyTokens.of(ids_sl[chunk], prompt_s[chunk], length_s[chunk])
             if counts_penalties
             else None,
-            kept_ids=None if kept is None else kept.at(slice(chunk.start * length, chunk.stop * length)),
+            sampling_mask=None if mask_row_sl is None else kept_ids(batch, mask_row_sl[chunk]),
             **{f"{name}_t": value[chunk].reshape(-1) for name, value in columns.items()},
         )
         for chunk in chunks
@@ -150,23 +152,19 @@ def described_columns(
 
 
 def mask_rows(batch: TrainBatch) -> torch.Tensor | None:
-    """`[S, L]` int64, token-aligned: each response token's row of the batch's sampling mask, -1 elsewhere.
-
-    None for a batch without one: the worker has taken it away where the config does not read it, and refused
-    a batch that lacks it where the config does.
+    """`[S, L]` int64, token-aligned: the row of the batch's `sampling_mask` that belongs to each response
+    token; -1 elsewhere. None where the batch has none.
     """
     if batch.sampling_mask is None:
         return None
-    row_t = torch.arange(batch.ids_sl.numel(), device=batch.ids_sl.device)
-    return torch.where(batch.token_mask_sl, row_t.view(batch.ids_sl.shape), -1)
+    row_sl = torch.arange(batch.ids_sl.numel(), device=batch.ids_sl.device).view_as(batch.ids_sl)
+    return torch.where(batch.token_mask_sl, row_sl, -1)
 
 
-def _kept_ids_of_rows(batch: TrainBatch, rows: int, length: int) -> MaskRows | None:
-    """The kept ids of every position of `rows` padded sequences, filler included."""
-    row_sl = mask_rows(batch)
-    if row_sl is None or batch.sampling_mask is None:
-        return None
-    return MaskRows(batch.sampling_mask, _shift(_pad(row_sl, rows, length, -1), -1).reshape(-1).cpu())
+def kept_ids(batch: TrainBatch, mask_row_t: torch.Tensor) -> SamplingMask:
+    """The batch's `sampling_mask` at those of its rows, which may have any shape."""
+    assert batch.sampling_mask is not None, "mask_rows has seen it"
+    return batch.sampling_mask.select(mask_row_t.reshape(-1).cpu())
 
 
 def prompt_lengths(batch: TrainBatch) -> torch.Tensor:

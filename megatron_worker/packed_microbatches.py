@@ -11,12 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_worker.microbatches import (
-    check_splits,
-    described_columns,
-    mask_rows,
-    prompt_lengths,
-)
+from megatron_worker.microbatches import check_splits, described_columns, kept_ids, mask_rows, prompt_lengths
 from rlcore.batch import Microbatch, TrainBatch
 from rlcore.collectives import Group
 from rlcore.groups import ParallelGroups
@@ -24,7 +19,6 @@ from rlcore.layout.balancing import plan_microbatches
 from rlcore.layout.context_parallel import ZigZag
 from rlcore.layout.packing import PackedLayout, shift_to_predictor, shift_to_token, unpack_all
 from rlcore.ops.penalties import PenaltyTokens
-from rlcore.sampling_mask import MaskRows
 from rlcore.step_weights import StepWeights
 
 
@@ -78,9 +72,9 @@ def pack_batch(
         name: (shift_to_predictor(value_sl, batch.length_s, fill), fill)
         for name, (value_sl, fill) in described_columns(batch, weights).items()
     }
-    kept_sl = mask_rows(batch)
-    if kept_sl is not None:
-        kept_sl = shift_to_predictor(kept_sl, batch.length_s, -1)
+    mask_row_sl = mask_rows(batch)
+    if mask_row_sl is not None:
+        mask_row_sl = shift_to_predictor(mask_row_sl, batch.length_s, -1)
     penalties = None
     if counts_penalties:
         penalties = PenaltyTokens.of(batch.ids_sl, prompt_lengths(batch), batch.length_s)
@@ -89,7 +83,7 @@ def pack_batch(
             batch,
             PackedLayout.of_rows(length_s, rows, cp_size=groups.cp_size, tp_size=tp_size, device=device),
             columns,
-            (penalties, kept_sl),
+            (penalties, mask_row_sl),
             groups.cp,
         )
         for rows in bins
@@ -100,22 +94,19 @@ def _pack_row(
     batch: TrainBatch,
     layout: PackedLayout,
     columns: dict[str, tuple[torch.Tensor, float | bool]],
-    of_rows: tuple[PenaltyTokens | None, torch.Tensor | None],
+    of_tokens: tuple[PenaltyTokens | None, torch.Tensor | None],
     cp_group: Group,
 ) -> Microbatch:
-    """One microbatch: this CP rank's tokens of one packed row. `of_rows`: what penalties count, and `[S, L]`
-    the predicted tokens' rows of the sampling mask.
+    """One microbatch: this CP rank's tokens of one packed row. `of_tokens`: what penalties count, and the
+    predicted tokens' rows of the sampling mask `[S, L]`.
     """
-    penalties, kept_sl = of_rows
+    penalties, mask_row_sl = of_tokens
     zigzag = ZigZag.of_lengths(layout.padded_lengths, layout.cp_size, batch.ids_sl.device)
     packed = PackedRow(layout=layout, zigzag=zigzag)
 
     def local(value_t: torch.Tensor) -> torch.Tensor:
         return packed.local(value_t, cp_group)
 
-    kept = None
-    if kept_sl is not None and batch.sampling_mask is not None:
-        kept = MaskRows(batch.sampling_mask, local(layout.pack(kept_sl, -1)).cpu())
     row_t = local(layout.row_t)
     in_batch_t = row_t.clamp(min=0)
     index_t = in_batch_t * batch.ids_sl.shape[1] + local(layout.column_t).clamp(min=0)
@@ -128,7 +119,7 @@ def _pack_row(
         num_segments=layout.num_segments,
         num_samples=batch.num_sequences,
         penalty_tokens=None if penalties is None else penalties.rows(index_t.cpu()),
-        kept_ids=kept,
+        sampling_mask=None if mask_row_sl is None else kept_ids(batch, local(layout.pack(mask_row_sl, -1))),
         packed=packed,
         **{f"{name}_t": local(layout.pack(value_sl, fill)) for name, (value_sl, fill) in columns.items()},
     )

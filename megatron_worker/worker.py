@@ -21,7 +21,6 @@ from megatron_worker.decoding import MegatronDecoder
 from megatron_worker.forward_step import (
     LossContract,
     OutputHead,
-    ScoredMicrobatch,
     divides_by_exact_count,
     make_loss_func,
     make_scoring_step,
@@ -42,10 +41,9 @@ from rlcore.batch import Microbatch, ScoredTokens, StepResult, TrainBatch
 from rlcore.collectives import name_failure, raise_together
 from rlcore.config import RunConfig
 from rlcore.layout.balancing import check_fits
-from rlcore.layout.pp_broadcast import AUDIT_FIELDS, broadcast_from_last_stage, score_fields
+from rlcore.layout.pp_broadcast import broadcast_from_last_stage, score_fields
 from rlcore.metrics import Metric, add_metrics, neutral_like, reduce_metrics
-from rlcore.ops.audit import AuditReport
-from rlcore.ops.replay import ReplayMode
+from rlcore.ops.logprob import TokenLogprobs
 from rlcore.sampling import SamplingSpec
 from rlcore.step_weights import StepWeights, empty_step_metrics, weigh_step
 
@@ -90,7 +88,7 @@ class MegatronWorker:
             vocab_size=self.arch.vocab_size,
             fused=config.model.fused_head,
             fused_tokens=config.model.fused_head_tokens,
-            replays=config.sampling.support == "replay",
+            support=config.sampling.support,
         )
         self.contract = LossContract(per_token=divides_by_exact_count(config.loss))
         chunks = self._new_chunks()
@@ -145,13 +143,8 @@ class MegatronWorker:
         """Scores the batch under the current weights and the truncated distribution. See `PolicyWorker`."""
         loss = self.config.loss
         unfiltered = loss.kl_coef > 0 and loss.kl_in == "reward"
-        sampling = self.config.sampling
-        fields = self._score(batch, self.chunks, self.spec, unfiltered, sampling.support)
+        fields = self._score(batch, self.chunks, self.spec, unfiltered)
         logprob_sl = fields["logprob"]
-        audit = None
-        if sampling.support == "audit":
-            report = {f"{field.name}_t": fields[field.name].flatten() for field in AUDIT_FIELDS}
-            audit = AuditReport(**report, out_of_support_t=~fields["keep"].flatten())
         # Without truncation nothing else travels: no mass is cut, and only a banned id has no logprob.
         keep_sl = fields.get("keep", ~torch.isneginf(logprob_sl))
         return ScoredTokens(
@@ -159,7 +152,6 @@ class MegatronWorker:
             keep_sl=keep_sl,
             log_mass_sl=fields.get("log_mass", torch.zeros_like(logprob_sl)),
             unfiltered_logprob_sl=fields.get("unfiltered_logprob", logprob_sl) if unfiltered else None,
-            audit=audit,
         )
 
     def reference_logprobs(self, batch: TrainBatch) -> torch.Tensor:
@@ -170,20 +162,16 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _score(
-        self,
-        batch: TrainBatch,
-        chunks: Sequence[Any],
-        spec: SamplingSpec,
-        unfiltered: bool = False,
-        support: ReplayMode = "recompute",
+        self, batch: TrainBatch, chunks: Sequence[Any], spec: SamplingSpec, unfiltered: bool = False
     ) -> dict[str, torch.Tensor]:
         """The fields of `score_fields`, token-aligned `[S, L]`, on every stage."""
-        truncates, audits = spec.truncates or support != "recompute", support == "audit"
-        fields = score_fields(truncates=truncates, unfiltered=unfiltered, audits=audits)
+        fields = score_fields(truncates=spec.truncates, unfiltered=unfiltered)
         self._check_batch_together(batch)
-        microbatches = self._split(batch, reads_kept_ids=support != "recompute")
-        step = make_scoring_step(spec, self.head, audits)
-        parts: list[ScoredMicrobatch] = run_schedule(
+        # What was kept of the sampler's distribution says nothing of one that is not truncated.
+        replays = self.head.support == "replay" and spec.truncates
+        microbatches = self._split(self._with_kept_ids(batch, replays))
+        step = make_scoring_step(spec, self.head)
+        parts: list[TokenLogprobs] = run_schedule(
             chunks, step, microbatches, shape_of(microbatches), forward_only=True, collect=True
         )
         values, error = None, None
@@ -245,12 +233,12 @@ class MegatronWorker:
 
         `ValueError` on all ranks for a batch that the model or the loss cannot take. Collective.
         """
-        loss, replays = self.config.loss, self.head.replays
+        loss = self.config.loss
         batch = self._with_old(batch)
         self._check_batch_together(batch, trains=True)
-        truncates = self.spec.truncates or replays
-        weights = weigh_step(batch, loss, self.config.importance, truncates, self.groups.dp)
-        microbatches = self._split(batch, weights, reads_kept_ids=replays)
+        weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
+        reads_kept = self.head.support != "recompute"
+        microbatches = self._split(self._with_kept_ids(batch, reads_kept), weights)
         loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
         return PreparedStep(
             forward_step=make_train_step(loss_func, self.head),
@@ -305,8 +293,7 @@ class MegatronWorker:
             if trains:
                 check_trains(batch, self.config.loss)
             check_scores(batch, self.num_positions, self.head.vocab_size)
-            if self.config.sampling.reads_kept_ids:
-                check_kept_ids(batch, self.config.sampling.support, self.head.vocab_size)
+            check_kept_ids(batch, self.head.support, self.head.vocab_size)
             if budget is not None:
                 sizes = {"cp_size": self.groups.cp_size, "tp_size": self.config.parallel.sp_size}
                 check_fits(batch.length_s.cpu(), budget, **sizes)
@@ -320,12 +307,14 @@ class MegatronWorker:
             error = cause
         raise_together(error, self.groups.world, self.device)
 
-    def _split(
-        self, batch: TrainBatch, weights: StepWeights | None = None, reads_kept_ids: bool = False
-    ) -> list[Microbatch]:
+    def _with_kept_ids(self, batch: TrainBatch, read: bool) -> TrainBatch:
+        """The batch with the sampler's kept ids where they are read: on the last stage, when `read`."""
+        if read and self.groups.is_last_stage:
+            return batch
+        return dataclasses.replace(batch, sampling_mask=None)
+
+    def _split(self, batch: TrainBatch, weights: StepWeights | None = None) -> list[Microbatch]:
         """The microbatches of a checked batch. Collective over DP with packing or shared experts."""
-        if not reads_kept_ids:
-            batch = dataclasses.replace(batch, sampling_mask=None)
         train, parallel = self.config.train, self.config.parallel
         count_multiple = parallel.microbatch_multiple
         how = (parallel.sp_size, weights, self.spec.penalises, count_multiple)
@@ -337,12 +326,12 @@ class MegatronWorker:
     def _join(
         self,
         microbatches: Sequence[Microbatch],
-        parts: Sequence[ScoredMicrobatch],
+        parts: Sequence[TokenLogprobs],
         batch: TrainBatch,
         name: str,
     ) -> torch.Tensor:
         """One field of the scores, token-aligned `[S, L]`. Collective over CP."""
-        parts_t = [part.field(name) for part in parts]
+        parts_t = [getattr(part, f"{name}_t") for part in parts]
         fill = name == "keep"
         if microbatches[0].packed is not None:
             return unpack_scores(microbatches, parts_t, batch, fill, self.groups.cp)
@@ -350,7 +339,7 @@ class MegatronWorker:
 
     def _own_metrics(self, reports: Sequence[LossReport], weights: StepWeights) -> dict[str, Metric]:
         """This rank's share of the step's metrics: one TP rank of the last stage speaks for its replica."""
-        neutral = neutral_metrics(self.config.loss, self.device)
+        neutral = neutral_metrics(self.config.loss, self.device, audits=self.head.support == "audit")
         neutral |= {name: neutral_like(metric) for name, metric in weights.metrics.items()}
         if not self.groups.is_last_stage or self.groups.tp_rank != 0:
             return neutral
@@ -359,12 +348,13 @@ class MegatronWorker:
         return add_metrics([neutral, own, *(report.metrics for report in reports)])
 
     def _broken_scores(
-        self, microbatches: Sequence[Microbatch], parts: Sequence[ScoredMicrobatch]
+        self, microbatches: Sequence[Microbatch], parts: Sequence[TokenLogprobs]
     ) -> ValueError | None:
         """The error for a scored response token whose row of logits was broken."""
         for microbatch, part in zip(microbatches, parts, strict=True):
-            broken_t = torch.isnan(part.scores.unfiltered_logprob_t)
-            broken_t = broken_t & microbatch.token_mask_t & microbatch.sample_mask_t
+            broken_t = (
+                torch.isnan(part.unfiltered_logprob_t) & microbatch.token_mask_t & microbatch.sample_mask_t
+            )
             if bool(broken_t.any()):
                 row = int(microbatch.sample_index_t[broken_t][0])
                 return ValueError(broken_message("logits", [(self.groups.dp_rank, row)]))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlcore.sampling_mask import MaskRows, SamplingMask
+from rlcore.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,7 @@ class TrainBatch:
     reference_logprob_sl: torch.Tensor | None = None
     """`[S, L]` float32: frozen reference policy, never truncated. None: no KL term."""
     sampling_mask: SamplingMask | None = None
-    """`Rollout.sampling_mask`, where the config replays or audits it: row s L + j lists what the sampler kept
-    where it drew `ids_sl[s, j]`.
-    """
+    """`Rollout.sampling_mask`, where the config replays or audits it."""
 
     def __post_init__(self) -> None:
         num_sequences, length = self.ids_sl.shape
@@ -177,10 +175,6 @@ class ScoredTokens:
     """float32, <= 0: log of the surviving mass."""
     unfiltered_logprob_sl: torch.Tensor | None = None
     """float32 under the whole distribution, where the config asks for it."""
-    audit: Any = None
-    """`rlcore.ops.audit.AuditReport` of the S x L tokens in the order of `logprob_sl`, where the config asks
-    for it; neutral where nothing was predicted.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +226,10 @@ class Microbatch:
     penalty_tokens: Any = None
     """`rlcore.ops.penalties.PenaltyTokens` of the T positions, on the host; None where nothing is penalised.
     """
-    kept_ids: MaskRows | None = None
-    """The ids that the sampler kept at the T positions; None where the config does not read them."""
+    sampling_mask: SamplingMask | None = None
+    """The ids that the sampler kept where it drew each predicted token, T rows, on the host; rows that
+    predict no response token list none. None where the config neither replays nor audits them.
+    """
     packed: Any = None
     """`megatron_worker.packed_microbatches.PackedRow`: the T positions are this context-parallel rank's part
     of one row of sequences end to end. None: b rows of L positions.

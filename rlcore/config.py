@@ -247,6 +247,10 @@ class TrainConfig:
     """Updates in a row that may be refused for NaN or inf before the run ends with an error. A refused update
     leaves weights and optimizer untouched.
     """
+    log_samples: int = 2
+    """Responses of each step that are written to `samples.jsonl`: text, reward, logprobs of each token; 0:
+    none.
+    """
     save_every: int = 0
     """Write the policy as a Hugging Face folder every this many steps; 0: never (but see `save_final`)."""
     save_final: bool = False

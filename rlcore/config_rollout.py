@@ -34,7 +34,7 @@ class SamplingConfig:
     support: Literal["recompute", "replay", "audit"] = "recompute"
     """Whose kept ids the trainer scores under. `recompute`: those that it finds itself. `replay`: those that
     the sampler kept, token by token. `audit`: its own, and how they differ from the sampler's is reported
-    (`audit/...`); that takes a scoring pass, whatever `loss.old_logprobs` says.
+    with each update (`audit/...`).
     """
 
     @property

@@ -134,6 +134,7 @@ def check_ranges(config: RunConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_grad": optimizer.clip_grad,
         "train.save_every": config.train.save_every,
+        "train.log_samples": config.train.log_samples,
         "task.reward_workers": config.task.reward_workers,
     }
     check_each(rates, lambda value: 0 <= value < math.inf, "a finite number >= 0")
@@ -170,11 +171,17 @@ def check_clip_and_lr(config: RunConfig) -> None:
 
 
 def check_sampling(config: RunConfig) -> None:
-    """The sampling values are ones a sampler accepts."""
+    """The sampling values are ones a sampler accepts, and kept ids are of something that cuts."""
     try:
-        config.sampling.spec()
+        spec = config.sampling.spec()
     except ValueError as error:
         raise ConfigError(f"sampling.{error}") from error
+    support = config.sampling.support
+    if support != "recompute" and not spec.truncates:
+        raise ConfigError(
+            f"sampling.support={support} reads the ids that a truncation kept, and sampling names none. Set "
+            "sampling.top_k, or sampling.support=recompute."
+        )
 
 
 def check_fused_head(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -130,8 +130,9 @@ class RunLog(Protocol):
         metrics: Mapping[str, float],
         updates: Sequence[StepResult],
         notes: Sequence[str] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Records a finished step: its own metrics, the outcome of each of its optimizer steps, and what a
-        person should know of it.
+        """Records a finished step: its own metrics, the outcome of each of its optimizer steps, what a person
+        should know of it, and some of its responses (`rlcore.samples`).
         """
         ...

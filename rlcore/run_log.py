@@ -1,8 +1,8 @@
 """The run folder: resolved config (YAML), metrics (JSONL and TensorBoard). Only global rank 0 writes one.
 
 Files: `config.yaml`; `metrics.jsonl`, one line a step; `updates.jsonl`, one line an optimizer step, only
-where a step has several; `tensorboard/`. The folder appears with the first finished step, so a run that fails
-before leaves nothing.
+where a step has several; `samples.jsonl`, a few responses a step; `tensorboard/`. The folder appears with
+the first finished step, so a run that fails before leaves nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rlcore.config_parse import ConfigError
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 UPDATES_FILE = "updates.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -46,6 +47,7 @@ class SilentLog:
         metrics: Mapping[str, float],
         updates: Sequence[StepResult],
         notes: Sequence[str] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Does nothing."""
 
@@ -75,9 +77,10 @@ class RunLog:
         metrics: Mapping[str, float],
         updates: Sequence[StepResult],
         notes: Sequence[str] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Writes one whole line (of the last optimizer step, where there are several) and flushes it; shows
-        the notes, which no file keeps.
+        """Writes one whole line (of the last optimizer step, where there are several) and one a sample, and
+        flushes them; shows the notes, which no file keeps.
         """
         board = self._board = self._board or self._open()
         skipped = [update for update in updates if not update.stepped]
@@ -93,6 +96,8 @@ class RunLog:
             for index, update in enumerate(updates):
                 line = {"step": step, "update": index, "stepped": update.stepped, **update.metrics}
                 self._append(UPDATES_FILE, line)
+        for sample in samples:
+            self._append(SAMPLES_FILE, sample)
         for name, value in record.items():
             if name != "step":
                 board.add_scalar(name, value, step)
@@ -155,7 +160,15 @@ def check_writable(run_dir: str) -> None:
 
 def clear_run_folder(folder: Path) -> None:
     """Removes the files of an earlier run; saved policies and files that are not ours stay."""
-    for name in (CONFIG_FILE, METRICS_FILE, UPDATES_FILE, "report.txt", "reward.png", "tokens.png"):
+    for name in (
+        CONFIG_FILE,
+        METRICS_FILE,
+        UPDATES_FILE,
+        SAMPLES_FILE,
+        "report.txt",
+        "reward.png",
+        "tokens.png",
+    ):
         folder.joinpath(name).unlink(missing_ok=True)
     shutil.rmtree(folder / TENSORBOARD_FOLDER, ignore_errors=True)
 

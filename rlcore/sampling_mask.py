@@ -57,10 +57,6 @@ class SamplingMask:
         index_n = torch.arange(int(offsets[-1])) + shift_t.repeat_interleave(count_t)
         return SamplingMask(self.token_ids[index_n.to(self.token_ids.device)], offsets)
 
-    def to(self, device: torch.device | str) -> SamplingMask:
-        """The same with its ids on a device; the offsets stay where they are."""
-        return SamplingMask(self.token_ids.to(device), self.offsets)
-
     def check(self, num_rows: int, vocab_size: int, needed_t: torch.Tensor | None = None) -> None:
         """Raises `ValueError` with row and value for a mask that does not fit. Reads values back: for the
         border.
@@ -101,26 +97,6 @@ class SamplingMask:
                 f"replay id {int(self.token_ids[index])} in row {row} is outside the vocabulary [0, "
                 f"{vocab_size}). Pass ids of the whole vocabulary, not a shard's columns."
             )
-
-
-@dataclass(frozen=True)
-class MaskRows:
-    """Some rows of a mask, copied by nobody until a stage with logits asks for them."""
-
-    mask: SamplingMask
-    """On the host."""
-    row_t: torch.Tensor
-    """`[t]` int64, on the host: the row of each token; -1: a token without a sampler, whose support is the
-    target alone.
-    """
-
-    def at(self, index_t: torch.Tensor | slice) -> MaskRows:
-        """Some of the tokens, in any order."""
-        return MaskRows(self.mask, self.row_t[index_t])
-
-    def on(self, device: torch.device | str) -> SamplingMask:
-        """The mask of these rows, its ids on the device: t rows."""
-        return self.mask.select(self.row_t).to(device)
 
 
 def _check_tensors(mask: SamplingMask) -> None:

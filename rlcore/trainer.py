@@ -15,6 +15,7 @@ import torch
 
 from rlcore.advantages import grpo_advantages, reinforce_pp_advantages, rloo_advantages
 from rlcore.batch import Rollout, StepResult, TrainBatch
+from rlcore.collectives import group_rank
 from rlcore.config import AdvantageConfig, RunConfig
 from rlcore.dynamic_sampling import SampleSelection, select_samples
 from rlcore.grading import score
@@ -25,6 +26,7 @@ from rlcore.metrics import Mean, Metric, Sum, max_over, mean_over, quantiles_ove
 from rlcore.ops.kl import MAX_LOG_RATIO, k3_of_log_ratio, kl_reward_penalty
 from rlcore.reward_groups import group_rewards
 from rlcore.rollouts import Rollouts
+from rlcore.samples import sample_records
 
 
 def train(
@@ -59,7 +61,7 @@ def train(
         )
         rolled_out = time.perf_counter()
 
-        batch, audit = score_old_policy(config, worker, build_batch(rollout, selection.counts_s))
+        batch = score_old_policy(config, worker, build_batch(rollout, selection.counts_s))
         shaped_s = reward_s - kl_penalty(config, batch)
         advantage_sl = token_advantages(config.advantage, rollout, shaped_s, selection.counts_s, groups)
         batch = dataclasses.replace(batch, advantage_sl=advantage_sl)
@@ -71,7 +73,7 @@ def train(
         ]
         finished = time.perf_counter()
 
-        own = step_metrics(step, rollout, batch, reward_s, selection) | audit
+        own = step_metrics(step, rollout, batch, reward_s, selection)
         metrics = reduce_metrics(own, groups.dp, reward_s.device)
         metrics |= {
             "time/rollout_s": rolled_out - started,
@@ -80,7 +82,9 @@ def train(
             "time/step_s": finished - started,
             "time/tokens_per_s": metrics["batch/tokens"] / (finished - started),
         }
-        log.step(step, metrics, updates, rewards.notes)
+        num_samples = config.train.log_samples if group_rank(groups.world) == 0 else 0
+        samples = sample_records(step, num_samples, task, rollout, batch, rewards)
+        log.step(step, metrics, updates, rewards.notes, samples)
         num_refused = refused_in_a_row(updates, num_refused, config.train.max_refused_updates)
         save_if_due(config, worker, step)
 
@@ -121,32 +125,22 @@ def build_batch(rollout: Rollout, sample_mask_s: torch.Tensor) -> TrainBatch:
     )
 
 
-def score_old_policy(
-    config: RunConfig, worker: PolicyWorker, batch: TrainBatch
-) -> tuple[TrainBatch, dict[str, Metric]]:
-    """Adds what the policy said before the update, and the reference where the loss has a KL term.
-
-    The metrics say how the sampler's supports differ from the policy's, where the config audits them.
-    """
-    old_logprobs, audits = config.loss.old_logprobs, config.sampling.support == "audit"
-    metrics: dict[str, Metric] = {}
-    if old_logprobs == "recompute" or audits:
+def score_old_policy(config: RunConfig, worker: PolicyWorker, batch: TrainBatch) -> TrainBatch:
+    """Adds what the policy said before the update, and the reference where the loss has a KL term."""
+    if config.loss.old_logprobs == "recompute":
         old = worker.logprobs(batch)
-        if audits:
-            metrics = old.audit.metrics((batch.token_mask_sl & batch.sample_mask_s[:, None]).flatten())
-        if old_logprobs == "recompute":
-            batch = dataclasses.replace(
-                batch,
-                old_logprob_sl=old.logprob_sl,
-                keep_old_sl=old.keep_sl,
-                old_log_mass_sl=old.log_mass_sl,
-                old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
-            )
-    if old_logprobs == "sampler":
+        batch = dataclasses.replace(
+            batch,
+            old_logprob_sl=old.logprob_sl,
+            keep_old_sl=old.keep_sl,
+            old_log_mass_sl=old.log_mass_sl,
+            old_unfiltered_logprob_sl=old.unfiltered_logprob_sl,
+        )
+    elif config.loss.old_logprobs == "sampler":
         batch = batch.with_sampler_as_old()
     if config.loss.kl_coef > 0:
         batch = dataclasses.replace(batch, reference_logprob_sl=worker.reference_logprobs(batch))
-    return batch, metrics
+    return batch
 
 
 def kl_penalty(config: RunConfig, batch: TrainBatch) -> torch.Tensor:

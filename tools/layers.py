@@ -72,8 +72,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.run_log": (*CORE, *INTERFACES),
     "rlcore.rollouts": (*CORE, *INTERFACES),
     "rlcore.grading": (*CORE, *INTERFACES),
+    "rlcore.samples": (*CORE, *INTERFACES, "rlcore.grading"),
     "rlcore.trainer": (
-        *(*CORE, *INTERFACES, "rlcore.advantages", "rlcore.dynamic_sampling", "rlcore.grading"),
+        *(
+            *CORE,
+            *INTERFACES,
+            "rlcore.advantages",
+            "rlcore.dynamic_sampling",
+            "rlcore.grading",
+            "rlcore.samples",
+        ),
         *("rlcore.reward_groups", "rlcore.rollouts", "rlcore.ops.kl"),
     ),
     "rlcore.ops": CORE,

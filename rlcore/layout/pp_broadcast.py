@@ -36,28 +36,17 @@ class Field:
     dtype: torch.dtype
 
 
-AUDIT_FIELDS = (
-    Field("jaccard", torch.float32),
-    Field("num_replayed", torch.int64),
-    Field("num_recomputed", torch.int64),
-    Field("log_mass_difference", torch.float32),
-)
-"""Of `rlcore.ops.audit.AuditReport`, whose fifth is the opposite of `keep`."""
-
-
-def score_fields(*, truncates: bool, unfiltered: bool = False, audits: bool = False) -> tuple[Field, ...]:
+def score_fields(*, truncates: bool, unfiltered: bool = False) -> tuple[Field, ...]:
     """What a scoring pass sends, from the config alone: the same tuple on every stage.
 
-    `unfiltered`: the logprob of the whole distribution too. `audits`: how two supports differ too, for a
-    distribution that truncates.
+    `unfiltered`: the logprob of the whole distribution too.
     """
     logprob = Field("logprob", torch.float32)
     if not truncates:
         # Every token is kept, the log mass is 0 and both logprobs are one: receivers fill these in.
         return (logprob,)
     fields = (logprob, Field("keep", torch.bool), Field("log_mass", torch.float32))
-    fields = (*fields, Field("unfiltered_logprob", torch.float32)) if unfiltered else fields
-    return (*fields, *AUDIT_FIELDS) if audits else fields
+    return (*fields, Field("unfiltered_logprob", torch.float32)) if unfiltered else fields
 
 
 def broadcast_from_last_stage(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,10 +94,13 @@ class LocalEngine:
         self._settings = settings
         self._sampling_params = vllm.SamplingParams
         before = set(multiprocessing.active_children())
+        # vLLM leaves the files of its sockets behind.
+        self._sockets = tempfile.mkdtemp(prefix="rlcore_vllm_")
         try:
-            with engine_environment(settings.start_timeout_s):
+            with engine_environment(settings.start_timeout_s, self._sockets):
                 self._llm = vllm.LLM(folder, worker_extension_cls=RECEIVER, **arguments)
         except Exception as error:
+            shutil.rmtree(self._sockets, ignore_errors=True)
             raise ValueError(
                 f"vLLM did not start on {folder}: {type(error).__name__}: {error}. Its own log above says "
                 "why; rollout.vllm.engine_args changes its arguments."
@@ -153,6 +158,7 @@ class LocalEngine:
     def close(self) -> None:
         """See `Engine`."""
         self._llm.llm_engine.engine_core.shutdown()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
 
 def import_vllm() -> Any:
@@ -191,9 +197,9 @@ _LAUNCHER += ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 @contextmanager
-def engine_environment(start_timeout_s: float | None = None) -> Iterator[None]:
+def engine_environment(start_timeout_s: float | None = None, sockets: str | None = None) -> Iterator[None]:
     """The environment that vLLM and the processes it starts read, its only way to be told these; ours again
-    afterwards. What the user has set of vLLM's stays.
+    afterwards. What the user has set of vLLM's stays. `sockets`: the folder of its sockets.
     """
     before = dict(os.environ)
     for name in list(os.environ):
@@ -201,6 +207,8 @@ def engine_environment(start_timeout_s: float | None = None) -> Iterator[None]:
             del os.environ[name]
     # Not fork: this process has transports and, on a GPU, a context that a fork would break.
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    if sockets is not None:
+        os.environ["VLLM_RPC_BASE_PATH"] = sockets
     if start_timeout_s is not None:
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(max(1, int(start_timeout_s)))
     for name, value in _DEFAULTS.items():
@@ -209,8 +217,8 @@ def engine_environment(start_timeout_s: float | None = None) -> Iterator[None]:
         yield
     finally:
         for name in set(os.environ) - set(before):
-            # vLLM reads its own settings later, too.
-            if not name.startswith("VLLM_"):
+            # vLLM reads its own settings later, too; the sockets are this engine's alone.
+            if not name.startswith("VLLM_") or name == "VLLM_RPC_BASE_PATH":
                 del os.environ[name]
         os.environ.update(before)
 

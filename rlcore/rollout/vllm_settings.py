@@ -62,7 +62,7 @@ def engine_settings(config: RunConfig, expected: Expected, has_accelerator: bool
 
 
 def transfer_of(config: RunConfig, has_accelerator: bool) -> Literal["folder", "nccl", "ipc"]:
-    """`rollout.vllm.transfer`, chosen where it is `auto`. `ValueError` where it needs a GPU and none is there."""
+    """`rollout.vllm.transfer`, chosen where it is `auto`. `ValueError`: it needs a GPU that is not there."""
     vllm = config.rollout.vllm
     if vllm.transfer == "auto":
         if not has_accelerator:

@@ -22,7 +22,8 @@ class GpuSender:
 
     def __init__(self, backend: Literal["nccl", "ipc"], world: Group, device: torch.device) -> None:
         self.run = uuid.uuid4().hex
-        self._backend, self._world, self._device = backend, world, device
+        self._backend: Literal["nccl", "ipc"] = backend
+        self._world, self._device = world, device
         self._source: PolicySource | None = None
         self._transfer: Any = None
 

@@ -65,11 +65,13 @@ class FolderSender:
 
     def write(self, export: Export, version: int, link: EngineLink | None) -> None:
         """See `WeightSender`. `ValueError` on every rank where the folder cannot hold the weights."""
+        from safetensors import SafetensorError
+
         tensors, error = export(), None
         if group_rank(self._world) == 0:
             try:
                 self._write(tensors, version)
-            except Exception as cause:
+            except (OSError, ValueError, SafetensorError) as cause:
                 self._drop(version)
                 error = ValueError(
                     f"version {version} of the weights could not be written: {cause}. Free memory in, or "

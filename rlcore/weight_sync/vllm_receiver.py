@@ -162,6 +162,7 @@ class _Loading:
         return isinstance(error, Exception)
 
 
+@torch.no_grad()
 def refresh_shared(model: torch.nn.Module) -> None:
     """Prepares layers anew whose weight is another layer's: vLLM's reload prepares the layer that a tensor
     names, and on a CPU a tied head keeps a packed copy of the embedding for its products, the old one.

@@ -19,6 +19,7 @@ from rlcore.rollout import vllm_rollout
 from rlcore.rollout.completions import Completion, Expected
 from rlcore.rollout.vllm_engine import EngineError
 from rlcore.rollout.vllm_rollout import VllmRollout, request_seed
+from rlcore.weight_sync.wire import WeightsState
 from tests.rank_pool import RankError, run_ranks
 from tests.toy_worker import toy_config
 
@@ -33,6 +34,7 @@ class ToyEngine:
     def __init__(self, faults=(), probe_logprob=0.0):
         self.faults, self.probe_logprob = list(faults), probe_logprob
         self.requests, self.calls, self.closed, self.is_alive = [], [], False, True
+        self.state = WeightsState()
 
     def generate(self, requests):
         if requests[0].sampling:
@@ -52,13 +54,18 @@ class ToyEngine:
         ]
         if fault == "nan":
             answers[-1][-1] = dataclasses.replace(answers[-1][-1], logprobs=[-0.5, math.nan])
+        if fault == "restarts":
+            self.state = WeightsState()
         if fault == "fewer":
             answers[-1] = answers[-1][:-1]
         return answers
 
     def rpc(self, method, **kwargs):
+        if method == "weights_state":
+            return [dataclasses.asdict(self.state)]
         self.calls.append(method)
-        return []
+        self.state = WeightsState(**kwargs)
+        return [dataclasses.asdict(self.state)]
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
@@ -74,13 +81,16 @@ class ToyEngine:
 class ToySender:
     """Counts the versions it was asked to send."""
 
+    run = "this run"
+
     def __init__(self):
         self.sent = []
 
-    def send(self, weights, version, link):
-        self.sent.append((version, list(weights), link is not None))
-        if link is not None:
-            link.rpc("load", version=version)
+    def write(self, export, version, link):
+        self.sent.append((version, list(export()), link is not None))
+
+    def deliver(self, link, version):
+        link.rpc("load", run=self.run, version=version)
 
 
 class Policy:
@@ -167,6 +177,7 @@ def errors_of(faults, retries, timeout_s=20.0):
         (("silent",), 5, 20.0, "engine process has died .exit code -9"),
         (("nan", "nan"), 1, 20.0, "drawn 2 times .*retries=1.*logprob nan of the sampled id 1"),
         (("fewer",), 0, 20.0, "drawn 1 times .*prompt 3: the engine returned 1 of 2 samples"),
+        (("restarts",), 5, 20.0, "serves version None of another run, expected version 0"),
         (("hangs",), 5, 0.5, "generation took longer than 0.5 s. Raise rollout.vllm.timeout_s"),
     ],
 )

@@ -18,6 +18,8 @@ from rlcore.config import RunConfig, load_run_config
 from rlcore.ops.logprob import TokenLogprobs
 from rlcore.ops.reference import reference_logprob, reference_replay
 from rlcore.quantiles import RELATIVE_ERROR
+from rlcore.sampling_mask import SamplingMask
+from rlcore.trainer import minibatches
 
 # V = 21 does not divide by 2: the vocabulary is padded. Tied embeddings live on two stages.
 MODEL = {
@@ -122,6 +124,19 @@ def make_batch() -> TrainBatch:
     )
 
 
+def with_kept_ids(batch: TrainBatch) -> TrainBatch:
+    """With the ids that a sampler kept: for each response token two to twelve of any, in any order, the token
+    not always among them; for the others none.
+    """
+    generator = torch.Generator().manual_seed(9)
+    lists = []
+    for is_response in batch.token_mask_sl.flatten().tolist():
+        ids = torch.randperm(MODEL["vocab_size"], generator=generator).tolist()
+        size = int(torch.randint(2, 13, (1,), generator=generator))
+        lists.append(ids[:size] if is_response else [])
+    return dataclasses.replace(batch, sampling_mask=SamplingMask.from_lists(lists))
+
+
 def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
     """With old logprobs near the policy's, some clipped, and some kept tokens dropped by the old pass (old =
     -inf).
@@ -146,7 +161,7 @@ def perturbed(batch: TrainBatch, scores: ScoredTokens) -> TrainBatch:
 
 def share(batch: TrainBatch, dp_rank: int, dp_size: int) -> TrainBatch:
     """This data-parallel rank's rows."""
-    return batch.rows(slice(dp_rank * NUM_SEQUENCES // dp_size, (dp_rank + 1) * NUM_SEQUENCES // dp_size))
+    return list(minibatches(batch, dp_size))[dp_rank]
 
 
 def score_on_rank(rank, world_size, config, batch):
@@ -219,19 +234,16 @@ def assert_same_metrics(ours: StepResult, expected: StepResult, hint: object) ->
 def reference_scores(logits: torch.Tensor, batch: TrainBatch, row: int, config: RunConfig) -> TokenLogprobs:
     """Of one sequence's tokens after the first, under the kept ids where the config replays them."""
     length, spec = int(batch.length_s[row]), config.sampling.spec()
-    target_t = batch.ids_sl[row, 1:length]
+    target_t, mask = batch.ids_sl[row, 1:length], batch.sampling_mask
     if config.sampling.support != "replay":
         return reference_logprob(logits, target_t, spec)
-    kept_ids = [kept_of(batch, row, position) for position in range(1, length)]
+    assert mask is not None
+    bounds, first = mask.offsets.tolist(), row * batch.ids_sl.shape[1]
+    kept_ids = [
+        mask.token_ids[bounds[index] : bounds[index + 1]].tolist()
+        for index in range(first + 1, first + length)
+    ]
     return reference_replay(logits, target_t, spec, kept_ids)
-
-
-def kept_of(batch: TrainBatch, row: int, position: int) -> list[int]:
-    """The sampler's kept ids of one token."""
-    assert batch.sampling_mask is not None
-    index = row * batch.ids_sl.shape[1] + position
-    start, stop = batch.sampling_mask.offsets[index : index + 2].tolist()
-    return batch.sampling_mask.token_ids[start:stop].tolist()
 
 
 def reference_step(

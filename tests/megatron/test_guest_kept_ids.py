@@ -53,7 +53,7 @@ def replayed_on_rank(rank, world_size, batch):
         config["sampling"] = {**config["sampling"], "support": "replay"}
         worker = GuestWorker(model, config, VOCAB_SIZE)
         mine = rows_of(batch, groups.dp_rank, groups.dp_size)
-        with pytest.raises(ValueError, match=r"sampling\.support=replay .* has no sampling_mask"):
+        with pytest.raises(ValueError, match=r"sampling\.support=replay reads the ids .* the batch has none"):
             worker.prepare(dataclasses.replace(mine, sampling_mask=None))
         old = worker.with_old_logprobs(mine)
         prepared = worker.prepare(mine)

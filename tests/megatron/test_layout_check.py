@@ -192,7 +192,6 @@ def test_the_samplers_kept_ids_are_checked_where_the_run_reads_them(support):
     words = (f"sampling.support={support}", "sampling.top_k=8", "model.fused_head=true")
     found = differences({"tp": 2, "cp": 2, **SP}, *words)
     assert [line for line in found if not line.ok] == []
-    assert any(line.quantity == "audit jaccard" for line in found) == (support == "audit")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from rlcore.batch import StepResult, TrainBatch
 from rlcore.config import RunConfig, load_run_config, to_plain
-from rlcore.ops.reference import reference_logprob
+from rlcore.ops.reference import reference_logprob, reference_replay
 from tests.loss_oracle import Outcome, Scores, step_in_one_piece
 from tests.megatron.layout_cases import (
     LAYOUTS,
@@ -25,6 +26,7 @@ from tests.megatron.layout_cases import (
     assert_same_metrics,
     make_config,
     train_on_rank,
+    with_kept_ids,
 )
 from tests.rank_pool import run_ranks
 
@@ -50,6 +52,8 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seq_sum_icepop": ({"aggregation": "seq_mean_token_sum"}, {**ICEPOP, "sequence_error_max": 1.6}),
     "seq_mask_kl_k2": ({"kl_coef": 0.2, "kl_type": "k2", "kl_gradient": "plain"}, SEQ_MASK_TIS),
     "entropy_nll": ({"entropy_coef": 0.1, "positive_nll_coef": 0.5}, {}),
+    # Under the ids that the sampler kept, whatever the trainer's own support is.
+    "replay": ({"kl_coef": 0.2, "entropy_coef": 0.1}, {}),
 }
 
 # objective -> (layout, microbatches): each kind of cut meets each kind of loss; see `test_every_pair`.
@@ -62,6 +66,7 @@ PAIRS = {
     "seq_sum_icepop": [("tp2pp2", 2), ("pp2dp2", 4)],
     "seq_mask_kl_k2": [("pp2dp2", 2), ("tp2pp2+sp+fused", 2)],
     "entropy_nll": [("tp2pp2+sp+fused", 4), ("dp2", 4)],
+    "replay": [("tp2pp2", 2), ("tp2pp2+sp+packed", 4), ("pp2dp2+packed", 2), ("tp2pp2+sp+fused", 4)],
 }
 
 
@@ -72,11 +77,14 @@ def config_of(name: str, layout: str, num_microbatches: int) -> RunConfig:
     plain["loss"] |= loss
     plain["importance"] |= importance
     plain["model"]["fused_head_tokens"] = 20
+    plain["sampling"]["support"] = "replay" if name == "replay" else "recompute"
     return load_run_config(plain)
 
 
 def batch_of(name: str, batch: TrainBatch) -> TrainBatch:
     """The layout tests' batch with a sampler that differs a little, far, or cannot draw the token at all."""
+    if name == "replay":
+        batch = with_kept_ids(batch)
     if OBJECTIVES[name][0].get("old_logprobs") == "skip":
         return dataclasses.replace(batch, old_logprob_sl=None, keep_old_sl=None, old_log_mass_sl=None)
     generator = torch.Generator().manual_seed(8)
@@ -88,6 +96,19 @@ def batch_of(name: str, batch: TrainBatch) -> TrainBatch:
     return dataclasses.replace(
         batch, sampler_logprob_sl=torch.where(batch.keep_old_sl, sampler_sl, -math.inf)
     )
+
+
+def _reference(logits_tv, batch, spec):
+    """The reference's scores of every token that something predicts, under the sampler's kept ids where the
+    batch has them.
+    """
+    target_t, mask = batch.ids_sl[:, 1:].flatten(), batch.sampling_mask
+    if mask is None:
+        return reference_logprob(logits_tv, target_t, spec)
+    bounds = mask.offsets.tolist()
+    lists = [mask.token_ids[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
+    by_row = [lists[row * LENGTH : (row + 1) * LENGTH] for row in range(NUM_SEQUENCES)]
+    return reference_replay(logits_tv, target_t, spec, [kept for row in by_row for kept in row[1:]])
 
 
 def _oracle_on_rank(rank, world_size, config, batch):
@@ -104,7 +125,7 @@ def _oracle_on_rank(rank, world_size, config, batch):
         model = unwrap(worker.model)
         position_sl = torch.arange(LENGTH).expand(NUM_SEQUENCES, LENGTH)
         logits = model(batch.ids_sl, position_sl, None)[..., : worker.arch.vocab_size]
-        tokens = reference_logprob(logits[:, :-1].flatten(0, 1), batch.ids_sl[:, 1:].flatten(), worker.spec)
+        tokens = _reference(logits[:, :-1].flatten(0, 1), batch, worker.spec)
 
         def of(value_t):
             """Token-aligned; the first column, which nothing predicts, repeats the second."""

@@ -1,5 +1,5 @@
-"""The sampler's kept ids through the real worker: replay in scores and gradients, audit, missing and wrong
-masks, in padded and packed layouts.
+"""A step under the sampler's kept ids, and one with its logprobs as the old ones, through the real worker:
+scores and gradients equal a float64 reference in padded, packed and fused layouts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import torch
 
 from rlcore.batch import TrainBatch
 from rlcore.config import RunConfig, load_run_config, to_plain
-from rlcore.metrics import reduce_metrics
 from rlcore.ops.reference import support_weights
 from rlcore.sampling_mask import SamplingMask
 from tests.megatron.layout_cases import (
     LAYOUTS,
     LENGTH,
-    MODEL,
     NUM_SEQUENCES,
     TOLERANCE,
     assert_same,
@@ -29,6 +27,7 @@ from tests.megatron.layout_cases import (
     reference_scores,
     reference_step,
     share,
+    with_kept_ids,
 )
 from tests.rank_pool import run_ranks
 
@@ -50,16 +49,6 @@ def config_of(layout: str, num_microbatches: int, support: str, **loss) -> RunCo
     plain["sampling"]["support"] = support
     plain["model"]["fused_head_tokens"] = 5
     return load_run_config(plain)
-
-
-def with_kept_ids(batch: TrainBatch) -> TrainBatch:
-    """Another number of random ids at each response token, some twice, often without the target."""
-    generator = torch.Generator().manual_seed(11)
-    lists = []
-    for index, is_response in enumerate(batch.token_mask_sl.flatten().tolist()):
-        ids = torch.randperm(MODEL["vocab_size"], generator=generator)[: 1 + index % 12].tolist()
-        lists.append([*ids, ids[0]] if is_response else [])
-    return dataclasses.replace(batch, sampling_mask=SamplingMask.from_lists(lists))
 
 
 def with_lists(batch: TrainBatch, lists: dict[tuple[int, int], list[int]]) -> TrainBatch:
@@ -233,133 +222,11 @@ def _untouched(rank, world_size, config, plain, trained):
 
     worker = MegatronWorker(config)
     try:
-        assert all(microbatch.kept_ids is None for microbatch in worker.prepare(trained).microbatches)
+        assert all(microbatch.sampling_mask is None for microbatch in worker.prepare(trained).microbatches)
         with mock.patch.object(SamplingMask, "select", side_effect=AssertionError("kept ids were read")):
             return worker.logprobs(plain).logprob_sl, worker.reference_logprobs(plain)
     finally:
         worker.close()
-
-
-def planted_lists(batch, own_supports):
-    """The own support, but for every second token its last id replaced by an id outside, or lost; by place
-    also the Jaccard index and both numbers of ids, the target among the sampler's.
-    """
-    lists, figures = {}, {}
-    for index, ((row, position), own) in enumerate(own_supports.items()):
-        kept = list(own)
-        if index % 4 == 1:
-            kept = kept[:-1] or kept
-        elif index % 4 == 3:
-            kept[-1] = next(i for i in range(MODEL["vocab_size"]) if i not in own)
-        lists[row, position] = kept
-        sampled = {*kept, int(batch.ids_sl[row, position])}
-        jaccard = len(sampled & set(own)) / len(sampled | set(own))
-        figures[row, position] = (jaccard, len(sampled), len(own))
-    assert len({figure[0] for figure in figures.values()}) >= 5
-    return lists, figures
-
-
-def audited_on_rank(rank, world_size, config, plain, trained):
-    """`scored_and_trained`, and the audit's metrics over the data-parallel ranks."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker = MegatronWorker(config)
-    try:
-        where = (worker.groups.dp_rank, worker.groups.dp_size)
-        own = share(plain, *where)
-        scores = worker.logprobs(own)
-        counts_t = (own.token_mask_sl & own.sample_mask_s[:, None]).flatten()
-        metrics = None
-        if scores.audit is not None:
-            metrics = reduce_metrics(scores.audit.metrics(counts_t), worker.groups.dp)
-        return where, scores, worker.train_step(share(trained, *where)), metrics
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("layout", ["pp2dp2", "tp2pp2+sp+packed", "dp2cp2", "tp2cp2+sp+fused", "tp1+fused"])
-def test_the_audit_reports_a_planted_difference(layout, batch, own_supports, logits_slv):
-    """Token by token and as means of the step, on every rank, by sets of ids; scores and step are those of
-    the own support.
-    """
-    plain = make_batch()
-    lists, figures = planted_lists(plain, own_supports)
-    given = (with_lists(plain, lists), with_lists(batch, lists))
-    configs = [config_of(layout, 2, support) for support in ("audit", "recompute")]
-    outcomes = [
-        run_ranks(audited_on_rank, LAYOUTS[layout][0], config, *given, timeout_s=60) for config in configs
-    ]
-    counts_sl = plain.token_mask_sl & plain.sample_mask_s[:, None]
-    counted = [figures[place] for place in figures if bool(counts_sl[place])]
-    means = [sum(column) / len(counted) for column in zip(*counted, strict=True)]
-    for (where, scores, result, metrics), (_, recomputed, plain_result, _) in zip(*outcomes, strict=True):
-        assert torch.equal(scores.logprob_sl, recomputed.logprob_sl) and recomputed.audit is None
-        assert_same_metrics(result, plain_result, layout)
-        for name, mean in zip(("jaccard", "num_replayed", "num_recomputed"), means, strict=True):
-            assert metrics[f"audit/{name}"] == pytest.approx(mean, abs=1e-6)
-        for (row, position), figure in figures.items():
-            first, count = where[0] * NUM_SEQUENCES // where[1], NUM_SEQUENCES // where[1]
-            if not first <= row < first + count:
-                continue
-            report, index = scores.audit, (row - first) * LENGTH + position
-            numbers = (report.jaccard_t, report.num_replayed_t, report.num_recomputed_t)
-            ours = [float(number_t[index]) for number_t in numbers]
-            assert ours == pytest.approx(figure, abs=1e-6), (row, position)
-            own, target = own_supports[row, position], int(plain.ids_sl[row, position])
-            z_v = logits_slv[row, position - 1] / configs[0].sampling.temperature
-            gap = z_v[sorted({*lists[row, position], target})].logsumexp(0) - z_v[own].logsumexp(0)
-            assert float(report.log_mass_difference_t[index]) == pytest.approx(float(gap), abs=TOLERANCE)
-            assert bool(report.out_of_support_t[index]) == (target not in own)
-
-
-def refused_on_rank(rank, world_size, config, good, wrong):
-    """What each call says of each wrong batch on this rank; only rank `at` of them is given it."""
-    from megatron_worker.worker import MegatronWorker
-
-    worker, said = MegatronWorker(config), []
-    try:
-        where = (worker.groups.dp_rank, worker.groups.dp_size)
-        for batch, at in wrong:
-            own = share(batch if rank in at else good, *where)
-            for call in (worker.logprobs, worker.train_step):
-                try:
-                    call(own)
-                    said.append("went through")
-                except ValueError as error:
-                    said.append(str(error))
-        return said
-    finally:
-        worker.close()
-
-
-@pytest.mark.parametrize("support", ["replay", "audit"])
-def test_a_mask_that_cannot_be_used_is_an_error_on_every_rank(support, batch):
-    """Missing on one replica's ranks, without ids for a token that counts, another one on one rank."""
-    good = with_kept_ids(batch)
-    mask = good.sampling_mask
-    row, position = (batch.token_mask_sl & batch.sample_mask_s[:, None]).nonzero()[2].tolist()
-    row_t = torch.arange(NUM_SEQUENCES * LENGTH)
-    row_t[row * LENGTH + position] = -1
-    wrong = [
-        (dataclasses.replace(good, sampling_mask=None), (1, 3), "the batch has no sampling_mask"),
-        (dataclasses.replace(good, sampling_mask=mask.select(row_t)), (0, 2), "lists no id"),
-        (
-            dataclasses.replace(good, sampling_mask=SamplingMask(mask.token_ids.flip(0), mask.offsets)),
-            (1,),
-            "different sampling_mask.token_ids",
-        ),
-        (
-            dataclasses.replace(good, sampling_mask=SamplingMask(mask.token_ids + 9, mask.offsets)),
-            (3,),
-            "outside",
-        ),
-    ]
-    config = config_of("pp2dp2", 2, support)
-    for said in run_ranks(refused_on_rank, 4, config, good, [case[:2] for case in wrong], timeout_s=60):
-        assert len(said) == 2 * len(wrong)
-        for index, message in enumerate(said):
-            assert wrong[index // 2][2] in message
-            assert f"sampling.support={support}" in message or "different sampling_mask" in message
 
 
 @pytest.mark.parametrize("layout", ["pp2dp2", "tp2cp2+sp"])

@@ -274,6 +274,7 @@ def test_a_rank_records_its_error_before_it_drops_its_connections(tmp_path, monk
     class Worker:
         def __init__(self, config, vocab_size):
             self.decoder, self.num_positions = SimpleNamespace(vocab_size=64), 64
+            self.groups = SimpleNamespace(is_model_leader=False)
 
         def close(self):
             recorded.append(path.exists() and json.loads(path.read_text())["message"]["message"])

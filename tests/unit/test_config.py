@@ -297,12 +297,16 @@ def test_a_group_is_chosen_by_name():
         ("demo", ["train.steps"], r"'train.steps': expected key=value"),
         ("demo", ["seed=1,2"], r"'seed=1,2'.*sweep"),
         ("demo", ["~train"], r"'~train': write it as plain key=value"),
-        ("demo", ["sampling=nonsense"], r"sampling/nonsense"),
+        (
+            "demo",
+            ["sampling=nonsense"],
+            r"sampling=nonsense.: no such file of the group sampling. There: plain, topk_topp",
+        ),
         ("demo", ["run_dir=${nowhere}"], r"nowhere"),
         (
             "demoo",
             [],
-            r"--config-name demoo: no such file.*demo, demo_losses, demo_moe, smollm2_pp2, smollm2_tp3",
+            r"--config-name demoo: no such file.*demo_losses, demo_moe, grpo_smollm2_vllm, .*smollm2_tp3",
         ),
     ],
 )

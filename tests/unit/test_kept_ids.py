@@ -69,35 +69,20 @@ class Engine(PolicySampler):
 
 
 class Worker(ToyWorker):
-    """Reports an audit: Jaccard index 1 in even samples and .5 in odd ones, 100 where nothing counts."""
+    """Counts its scoring passes."""
 
     scored = 0
 
     def logprobs(self, batch):
         self.scored += 1
-        scores = super().logprobs(batch)
-        if self.config.sampling.support != "audit":
-            return scores
-        row_s = torch.arange(batch.num_sequences)[:, None]
-        jaccard_sl = torch.where(row_s % 2 == 0, 1.0, 0.5).expand(batch.ids_sl.shape)
-        jaccard_sl = torch.where(batch.token_mask_sl, jaccard_sl, 100.0)
-        return dataclasses.replace(
-            scores,
-            audit=AuditReport(
-                jaccard_t=jaccard_sl.flatten(),
-                num_replayed_t=torch.full((batch.ids_sl.numel(),), 3),
-                num_recomputed_t=torch.full((batch.ids_sl.numel(),), 2),
-                log_mass_difference_t=jaccard_sl.flatten() - 1.0,
-                out_of_support_t=(jaccard_sl < 1).flatten(),
-            ),
-        )
+        return super().logprobs(batch)
 
 
 class Log:
     def __init__(self):
         self.records = []
 
-    def step(self, step, metrics, updates, notes=()):
+    def step(self, step, metrics, updates, notes=(), samples=()):
         self.records.append(metrics)
 
 
@@ -116,28 +101,13 @@ def run(support, **loss):
 
 
 def test_every_update_has_the_kept_ids_of_its_own_samples():
-    worker, metrics = run("replay")
+    worker, _ = run("replay")
     assert len(worker.steps) == 4
     for update, batch in enumerate(worker.steps):
         mask, length = batch.sampling_mask, batch.ids_sl.shape[1]
         assert mask.num_rows == 16 * length
         expected = [(16 * update + row) % 7 for row in range(16) for _ in range(length)]
         assert mask.token_ids.tolist() == expected
-    assert not any(name.startswith("audit/") for name in metrics)
-
-
-@pytest.mark.parametrize("old_logprobs", ["recompute", "sampler"])
-def test_the_audit_is_in_the_steps_line(old_logprobs):
-    """Means over the tokens that count, from one scoring pass, whatever the old logprobs are."""
-    worker, metrics = run("audit", old_logprobs=old_logprobs)
-    tokens = [batch.token_mask_sl.sum(dim=1) for batch in worker.steps]
-    total = int(torch.cat(tokens).sum())
-    odd = sum(int(count_s[1::2].sum()) for count_s in tokens)
-    assert worker.scored == 1 and 0 < odd < total
-    assert metrics["audit/jaccard"] == pytest.approx(1 - 0.5 * odd / total)
-    assert metrics["audit/out_of_support"] == pytest.approx(odd / total)
-    assert metrics["audit/log_mass_difference"] == pytest.approx(-0.5 * odd / total)
-    assert metrics["audit/num_replayed"] == 3.0 and metrics["audit/num_recomputed"] == 2.0
 
 
 def test_the_samplers_logprobs_need_no_scoring_pass():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlcore.rollout.policy_sampler import PolicySampler
+from rlcore.rollout.reward import InlineGrader
 from rlcore.rollout.tasks import make_task
 from rlcore.rollouts import rollout_seed
 from rlcore.trainer import train
@@ -67,7 +68,7 @@ def run(one_step_off):
     events: list = []
     worker = Worker(config, task.vocab_size, events)
     log = Log()
-    train(config, worker, Engine(worker, config, task.eos_id, events), task, log)  # type: ignore[arg-type]
+    train(config, worker, Engine(worker, config, task.eos_id, events), task, InlineGrader(task), log)
     return events, log.records
 
 

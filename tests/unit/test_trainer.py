@@ -14,11 +14,13 @@ from rlcore.batch import Prompt, Rollout
 from rlcore.config import load_run_config
 from rlcore.grading import responses, score
 from rlcore.groups import ParallelGroups
+from rlcore.lint_bias import log_mass_of
 from rlcore.rollout.policy_sampler import PolicySampler
 from rlcore.rollout.reward import InlineGrader
 from rlcore.rollout.tasks import make_task
 from rlcore.rollouts import rollout_seed
 from rlcore.run_log import RunLog, check_run_folder, read_metrics
+from rlcore.samples import numbers, text_of
 from rlcore.trainer import train
 from tests.rank_pool import run_ranks
 from tests.toy_worker import ToyWorker, toy_config
@@ -28,8 +30,9 @@ class RecordingLog:
     def __init__(self):
         self.records = []
 
-    def step(self, step, metrics, updates, notes=()):
+    def step(self, step, metrics, updates, notes=(), samples=()):
         self.records.append({"step": step, **metrics, **updates[-1].metrics, "updates": len(updates)})
+        self.samples = [*getattr(self, "samples", []), *samples]
 
 
 class NoDisplay:
@@ -81,6 +84,34 @@ def test_minibatches_and_epochs_cover_the_rows_in_order():
             "epoch 2 sees the same batch"
         )
     assert first[0].reference_logprob_sl is None
+
+
+def test_samples_are_what_was_trained_on():
+    """Text, reward and one number a response token; what lint reads of them."""
+    log = RecordingLog()
+    train_section = {"steps": 2, "microbatch_size": 8, "log_samples": 3}
+    worker, records = run(toy_config(sampling={"top_k": 3}, train=train_section), log)
+    assert [sample["step"] for sample in log.samples] == [0] * 3 + [1] * 3
+    for row, sample in enumerate(log.samples[3:]):
+        batch = worker.steps[1]
+        mask_l = batch.token_mask_sl[row]
+        assert sample["old_logprobs"] == pytest.approx(batch.old_logprob_sl[row][mask_l].tolist(), abs=1e-6)
+        assert sample["sampler_logprobs"] == pytest.approx(sample["old_logprobs"], abs=1e-4)
+        assert sample["log_mass"] == pytest.approx(batch.old_log_mass_sl[row][mask_l].tolist(), abs=1e-6)
+        assert min(sample["log_mass"]) < -0.1 and sample["version"] == 1
+        assert sample["prompt"].endswith("=") and len(sample["old_logprobs"]) >= len(sample["response"])
+    lines = [json.dumps(sample) for sample in log.samples]
+    assert [log_mass_of(line, "here") for line in lines] == [sample["log_mass"] for sample in log.samples]
+    assert records[1]["reward/mean"] != records[0]["reward/mean"]
+
+
+def test_a_log_does_not_end_a_run():
+    class Mute:
+        def decode(self, ids):
+            raise RuntimeError("no words")
+
+    assert text_of(Mute(), [2, 3]) is None  # type: ignore[arg-type]
+    assert numbers(torch.tensor([0.25, -math.inf, math.nan])) == [0.25, None, None]
 
 
 def test_a_kl_term_asks_for_the_reference():

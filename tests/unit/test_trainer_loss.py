@@ -21,7 +21,7 @@ class Log:
     def __init__(self):
         self.records = []
 
-    def step(self, step, metrics, updates, notes=()):
+    def step(self, step, metrics, updates, notes=(), samples=()):
         self.records.append((step, metrics, list(updates)))
 
 

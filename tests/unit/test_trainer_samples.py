@@ -59,7 +59,7 @@ def run_step(section, groups=None, task=None, **changes):
             return rollout
 
     class Log:
-        def step(self, step, metrics, updates, notes=()):
+        def step(self, step, metrics, updates, notes=(), samples=()):
             records.append({**metrics, "stepped": [update.stepped for update in updates]})
 
     engine = Engine(worker, config.sampling.spec(), task.eos_id, config.rollout.max_new_tokens, 16)

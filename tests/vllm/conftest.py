@@ -26,6 +26,12 @@ def tied(tmp_path_factory):
     yield from _running(tmp_path_factory, tied=True)
 
 
+@pytest.fixture
+def own_engine(tmp_path_factory):
+    """A running engine that a test may spoil."""
+    yield from _running(tmp_path_factory, tied=False)
+
+
 def _running(tmp_path_factory, tied):
     pytest.importorskip("vllm")
     folder = str(tmp_path_factory.mktemp("tied" if tied else "untied") / "model")

@@ -57,7 +57,8 @@ def start(folder: str, **sections) -> Running:
     config = run_config(folder, **sections)
     expected = expected_of(config, VOCAB_SIZE, NUM_POSITIONS, EOS)
     settings = engine_settings(config, expected, has_accelerator=False)
-    # Candidates of one test are more than those of another; the engine has one bound for all.
+    # Candidates of one test are more than those of another; the engine has one bound for all. Blocks that are
+    # shorter than the prompts of a test let it see what a cached prefix does.
     arguments = engine_arguments(config, expected, settings, has_accelerator=False)
-    arguments |= {"max_logprobs": VOCAB_SIZE}
+    arguments |= {"max_logprobs": VOCAB_SIZE, "block_size": 32}
     return Running(engine=LocalEngine(folder, arguments, settings), folder=folder, expected=expected)
