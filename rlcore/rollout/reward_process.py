@@ -21,6 +21,8 @@ START_TIMEOUT_S = 300.0
 """Room for a task that loads something large on a busy machine; below the default `parallel.timeout_s`."""
 END_TIMEOUT_S = 5.0
 """A process that survives SIGKILL so long is stuck in the kernel; nobody waits for it."""
+ENDING_TIMEOUT_S = 1.0
+"""A process that has closed its connection is given so long to say by its exit code why."""
 
 # `channel` and `lifeline` are variables of the program's own: both stay open until the interpreter has ended.
 _PROGRAM = """
@@ -102,6 +104,8 @@ class RewardProcess:
 
     def _how_it_ended(self, late: bool) -> str:
         """Ends the process where it has not ended by itself."""
+        if not late:
+            self._wait_for_end(ENDING_TIMEOUT_S)
         code = self.kill()
         if late:
             limit = self._timeout_s if self.is_ready else START_TIMEOUT_S
@@ -109,6 +113,14 @@ class RewardProcess:
         if code is None or code >= 0:
             return f"left with exit code {code}"
         return f"was killed by {_signal_name(-code)}"
+
+    def _wait_for_end(self, seconds: float) -> None:
+        """Until the process has ended by itself, without taking its exit code: `kill` needs its number."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                return
+            time.sleep(0.005)
 
     def ask_to_leave(self) -> None:
         """Lets an idle process run what it does at its end; any other is killed by `kill`."""

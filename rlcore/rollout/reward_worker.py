@@ -76,7 +76,10 @@ def end_with_parent(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
         # The parent may have ended before the kernel was told to watch.
-        if select.select([lifeline], [], [], 0)[0]:
+        # Not `select`, which takes no descriptor from 1024 on.
+        ended = select.poll()
+        ended.register(lifeline, select.POLLIN)
+        if ended.poll(0):
             _end(lifeline)
     else:
         threading.Thread(target=_end, args=(lifeline,), daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_five_of_eight_are_lost_and_the_others_arrive_in_order(pool):
         7.0,
     ]
     assert outcomes(pool.grade(*batch(*[("length", None)] * 6))) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_rank_may_hold_many_files():
+    """Descriptors from 1024 on, which `select` does not take."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+    held = [os.dup(0) for _ in range(1100)]
+    try:
+        with RewardPool(config(reward_workers=1, reward_timeout_s=20.0), None, 0) as pool:
+            assert outcomes(pool.grade(*batch(("return", 2)))) == [2.0]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def test_a_reward_that_lets_no_thread_run_is_ended_too(pool):
