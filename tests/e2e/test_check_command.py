@@ -35,6 +35,7 @@ def test_a_layout_on_ranks_of_its_own(tmp_path):
     assert any(line["quantity"] == "gradient lm_head.weight" for line in found["lines"])
 
 
+@pytest.mark.slow
 def test_expert_parallelism_gives_a_dense_config_experts(tmp_path):
     """--ep 2 alone is two replicas; the title says what the tiny model is."""
     file = tmp_path / "check.json"

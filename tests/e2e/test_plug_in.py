@@ -60,6 +60,7 @@ def test_the_document_shows_the_diff_that_is_there():
     assert [line for line in shown if line.startswith(("+", "-"))] == difference()
 
 
+@pytest.mark.slow
 def test_the_plain_script_trains():
     """PP2, so that stages without logits are in the run."""
     output = run("plain_training.py", 2, "--tp", "1", "--pp", "2", "--steps", "3")

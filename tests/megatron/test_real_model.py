@@ -55,8 +55,12 @@ def test_the_reference_is_a_language_model(reference):
 
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
-    [(1, {}), (2, {"pp": 2}), (3, {"tp": 3}), (6, {"tp": 3, "pp": 2})],
-    ids=["tp1", "pp2", "tp3", "tp3pp2"],
+    [
+        pytest.param(1, {}, id="tp1"),
+        pytest.param(2, {"pp": 2}, id="pp2"),
+        pytest.param(3, {"tp": 3}, id="tp3"),
+        pytest.param(6, {"tp": 3, "pp": 2}, id="tp3pp2", marks=pytest.mark.slow),
+    ],
 )
 def test_logprobs_equal_transformers(smollm2_path, reference, world_size, parallel):
     ids_sl, expected_lv = reference

