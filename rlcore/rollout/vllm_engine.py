@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from rlcore.rollout.completions import Completion, Request, kept_candidates, sampled_logprobs
 
+CLOSE_TIMEOUT_S = 1.0
+"""An engine has nothing to save: it is killed where it has not left by then."""
 RECEIVER = "rlcore.weight_sync.vllm_receiver.WeightReceiver"
 """What vLLM's workers are extended by, so that weights arrive whole or not at all."""
 
@@ -157,7 +159,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """See `Engine`."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self._llm.llm_engine.engine_core.shutdown(timeout=CLOSE_TIMEOUT_S)
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
