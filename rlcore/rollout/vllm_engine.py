@@ -108,6 +108,7 @@ class LocalEngine:
                 "why; rollout.vllm.engine_args changes its arguments."
             ) from error
         self._processes = set(multiprocessing.active_children()) - before
+        self.rpc("end_with", pid=os.getpid())
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """See `Engine`."""

@@ -6,6 +6,11 @@ Whatever goes wrong in the second step leaves the worker broken, and it says so 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +34,14 @@ class WeightReceiver:
 
     def weights_state(self) -> dict[str, Any]:
         """What this worker serves."""
+        return asdict(self._state)
+
+    def end_with(self, pid: int) -> dict[str, Any]:
+        """From now on the end of that process of this machine, which started the engine, ends it: vLLM
+        itself would wait for it forever, and hold its memory.
+        """
+        if hasattr(os, "pidfd_open"):
+            threading.Thread(target=end_after, args=(pid, os.getppid()), daemon=True).start()
         return asdict(self._state)
 
     def check_weights(self, folder: str | None = None, manifest: Any = None) -> dict[str, Any]:
@@ -160,6 +173,19 @@ class _Loading:
         self._receiver._state = replace(self._receiver._state, broken=True, problem=problem)
         # Not raised: the sender hears of it in the state, and the engine lives to say so again.
         return isinstance(error, Exception)
+
+
+def end_after(pid: int, parent: int) -> None:
+    """Waits for the end of the process, then kills this one; and its `parent`, where that is vLLM's engine
+    above several workers and not the process itself. Linux.
+    """
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        ended = select.poll()
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+        ended.poll()
+    if parent not in (pid, 1) and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
 
 
 def test_a_rank_that_waits_too_long_names_the_time_out(tmp_path):
-    """15 s: room for the start of a busy machine, a quarter of what the grader takes; no process limits it."""
+    """15 s: room for the start of a busy machine, a quarter of what the grader takes; nothing limits it."""
     words = ["task.name=tests.e2e.broken_tasks:SlowTask", "task.reward_workers=0"]
     words += ["parallel.timeout_s=15", f"run_dir={tmp_path}/run"]
     done = rlcore("train", *TWO_RANKS, *words)

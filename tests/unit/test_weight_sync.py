@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +21,7 @@ from rlcore.weight_sync.sender import FolderSender, WeightSyncError, agree, chec
 from rlcore.weight_sync.vllm_receiver import WeightReceiver
 from rlcore.weight_sync.wire import Manifest, TensorEntry, WeightsState, checksum_of
 
+ROOT = Path(__file__).resolve().parents[2]
 EMBEDDING = "model.embed_tokens.weight"
 E = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 
@@ -272,6 +277,42 @@ def test_an_engine_without_the_receiver_is_told(worker):
         agree([], "refused")
     with pytest.raises(WeightSyncError, match=r"answered None: is it started with the weight receiver"):
         agree([None], "refused")
+
+
+OWNED = """
+import os, subprocess, sys, time
+from rlcore.weight_sync.vllm_receiver import end_after
+print(os.getpid(), flush=True)
+end_after(int(sys.argv[1]), int(sys.argv[2]) or os.getppid())
+"""
+
+
+@pytest.mark.parametrize("has_engine_above", [False, True])
+def test_an_engine_ends_with_the_process_that_started_it(has_engine_above):
+    """Whoever is above it: the owner itself, or vLLM's engine, which is ended too."""
+    owner = subprocess.Popen(["sleep", "60"])
+    words = [sys.executable, "-c", OWNED, str(owner.pid), "0" if has_engine_above else str(owner.pid)]
+    # A shell that goes on after the worker has ended stands for the engine.
+    command = ["bash", "-c", '"$@"; sleep 60', "bash", *words] if has_engine_above else words
+    top = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert top.stdout is not None
+        worker = int(top.stdout.readline())
+        time.sleep(0.2)
+        assert top.poll() is None and Path(f"/proc/{worker}").exists()
+        owner.kill()
+        owner.wait()
+        assert top.wait(10) == -signal.SIGKILL
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{worker}").exists()
+    finally:
+        top.kill()
+        owner.kill()
+        top.stdout.close()
 
 
 def test_another_way_of_transfer_is_broken_until_its_end(worker):

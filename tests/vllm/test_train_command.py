@@ -103,3 +103,20 @@ def test_an_engine_that_is_killed_ends_the_run_on_every_rank(tmp_path):
         assert record["mismatch/abs_max"] < 1e-4 and record["mismatch/out_of_support"] == 0.0
         assert record["ratio/min"] == pytest.approx(1, abs=1e-4)
         assert record["optimizer/grad_norm"] > 0 and record["rollout/staleness"] == 0
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_outlive_its_rank(tmp_path):
+    """kill -9 of rank 0: nobody is left who could end the engine."""
+    ranks = start_ranks(tmp_path, "train.steps=100000")
+    try:
+        wait_until(lambda: records_of(tmp_path) or ranks[0].poll() is not None, START_S, said_by(tmp_path))
+        engine = Path("/proc", str(engine_of(ranks[0])))
+        ranks[0].kill()
+        ranks[0].wait()
+        wait_until(lambda: not engine.exists(), 10.0, "the engine is still there")
+        wait_until(lambda: ranks[1].poll() is not None, MOST_SECONDS_TO_END, "rank 1 still runs")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
