@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from rlcore.rollout.vllm_rollout import VllmRollout
 from rlcore.rollout.vllm_server import ServerPool
 from rlcore.rollout.vllm_settings import engine_arguments, engine_settings, expected_of, transfer_of
 from rlcore.weight_sync.gpu_transfer import GpuSender
-from rlcore.weight_sync.sender import FolderSender, WeightSender
+from rlcore.weight_sync.sender import FolderSender, WeightSender, own_folder
 
 
 def start_engine(config: RunConfig, worker: Any, eos_id: int, stack: ExitStack) -> RolloutEngine:
@@ -68,7 +67,7 @@ def _start_folder(config: RunConfig, worker: Any, stack: ExitStack) -> str:
     folder, error = "not written by this rank", None
     if group_rank(worker.groups.world) == 0:
         try:
-            folder = tempfile.mkdtemp(prefix="rlcore_start_", dir=config.rollout.vllm.transfer_folder)
+            folder = str(own_folder(Path(config.rollout.vllm.transfer_folder)))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         except OSError as cause:
             error = ValueError(

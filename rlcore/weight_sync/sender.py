@@ -134,9 +134,7 @@ class FolderSender:
 
     def _folder(self, version: int) -> Path:
         if self._root is None:
-            remove_orphans(self._parent)
-            prefix = f"{_PREFIX}{socket.gethostname()}_{os.getpid()}_"
-            self._root = Path(tempfile.mkdtemp(prefix=prefix, dir=self._parent))
+            self._root = own_folder(self._parent)
         return self._root / f"version_{version}"
 
     def _drop(self, version: int) -> None:
@@ -145,6 +143,13 @@ class FolderSender:
 
 
 _PREFIX = "rlcore_weights_"
+
+
+def own_folder(parent: Path) -> Path:
+    """A new folder in memory that says whose it is; those of runs that were killed go. `OSError`."""
+    remove_orphans(parent)
+    prefix = f"{_PREFIX}{socket.gethostname()}_{os.getpid()}_"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def remove_orphans(parent: Path) -> None:
