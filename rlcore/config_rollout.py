@@ -79,7 +79,8 @@ class VllmConfig:
     """
     transfer: Literal["auto", "folder", "nccl", "ipc"] = "auto"
     """How weights reach the engine: a folder in memory, or vLLM's weight transfer between GPUs. `auto`:
-    folder without a GPU; with one ipc for an engine of this run's own, nccl for servers.
+    folder where weights are on the host and for several servers; else ipc for an engine of this run's own and
+    nccl for one server.
     """
     transfer_folder: str = "/dev/shm"
     """Where `transfer=folder` writes; servers on other machines must see it."""

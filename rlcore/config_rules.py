@@ -57,8 +57,6 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise ConfigError(f"nproc={world_size}: expected a count of at least 1.")
     dp_size = data_parallel_size(config, world_size)
     check_expert_ranks(config.parallel.ep, dp_size, config.parallel.cp)
-    if world_size > 1:
-        check_reward_timeout(config)
     if config.rollout.prompts_per_step % dp_size:
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide over {dp_size} "
@@ -77,16 +75,6 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"{rows}. Change train.microbatch_size or the batch."
         )
     check_microbatch_groups(config, minibatch // rows)
-
-
-def check_reward_timeout(config: RunConfig) -> None:
-    """A reward function that hangs is given up before the ranks that wait for its replica give up."""
-    task, timeout_s = config.task, config.parallel.timeout_s
-    if task.reward_workers > 0 and task.reward_timeout_s >= timeout_s:
-        raise ConfigError(
-            f"task.reward_timeout_s={task.reward_timeout_s:g} is not below parallel.timeout_s={timeout_s:g}: "
-            "one reward function that hangs would end the run. Lower the one or raise the other."
-        )
 
 
 def check_minibatch_shares(minibatch: int, dp_size: int) -> None:

@@ -31,6 +31,7 @@ OWNED_SAMPLING_ARGS = {
     "stop_token_ids": None,
     "ignore_eos": None,
     "output_kind": None,
+    "repetition_detection": None,
 }
 
 OWNED_ENGINE_ARGS = {
@@ -43,6 +44,9 @@ OWNED_ENGINE_ARGS = {
     "weight_transfer_config": "rollout.vllm.transfer",
     "max_logprobs": None,
     "worker_extension_cls": None,
+    "worker_cls": None,
+    # Replicas of an engine answer for their weights with one voice: `rollout.vllm.urls` names several.
+    "data_parallel_size": None,
 }
 
 
@@ -121,6 +125,11 @@ def check_transfer(config: RunConfig) -> None:
         raise ConfigError(
             f"{key} goes from GPU to GPU, and parallel.backend=cpu keeps the weights in host memory. Set "
             "rollout.vllm.transfer=folder."
+        )
+    if vllm.transfer == "nccl" and len(vllm.urls) != 1:
+        raise ConfigError(
+            f"{key} goes to one server, and rollout.vllm.urls names {len(vllm.urls)}: vLLM would give the "
+            "workers of all the same place. Set rollout.vllm.transfer=folder, or auto."
         )
     if vllm.transfer in ("nccl", "ipc") and vllm.transfer_folder != type(vllm).transfer_folder:
         raise ConfigError(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from rlcore.batch import Graded, Prompt, Rollout
-from rlcore.collectives import all_gather_text, all_reduce_, broadcast_, raise_together
+from rlcore.collectives import all_gather_text, all_reduce_, broadcast_
 from rlcore.groups import ParallelGroups
 from rlcore.interfaces import Grader
+from rlcore.waiting import in_background, in_foreground, wait_together
 
 MOST_REASONS = 3
 """Different reasons that a step shows: enough to see a pattern, on few lines."""
@@ -32,22 +33,23 @@ class Rewards:
 
 
 def score(rollout: Rollout, prompts: Sequence[Prompt], grader: Grader, groups: ParallelGroups) -> Rewards:
-    """The step's rewards, computed once per model replica.
+    """The step's rewards, computed once per model replica: in the background where the grader limits its
+    time, so that the other ranks take many slow rewards for no hang.
 
-    Collectives: one all-reduce over all ranks, one broadcast per replica, one all-reduce over DP; where a
-    sample has no reward also one all-gather over all ranks. Raises `ValueError` on all ranks when a grader
-    raises, or when no sample of the step has a reward.
+    Collectives: those of `wait_together` over all ranks, one broadcast per replica, one all-reduce over DP;
+    where a sample has no reward also one all-gather over all ranks. Raises on all ranks when a grader raises,
+    `ValueError` when no sample of the step has a reward.
     """
-    graded: list[Graded] = []
-    error: ValueError | None = None
-    if groups.is_model_leader:
-        try:
-            graded = grader.grade(prompt_of_rows(rollout, prompts), list(responses(rollout)))
-        except ValueError as cause:
-            error = cause
+
+    def grade() -> list[Graded]:
+        return grader.grade(prompt_of_rows(rollout, prompts), list(responses(rollout)))
+
     device = rollout.ids_sl.device
     # Every rank waits here for the replica leaders, so no rank is left alone in a later collective.
-    raise_together(error, groups.world, device)
+    grading = None
+    if groups.is_model_leader:
+        grading = in_background(grade) if grader.limits_time else in_foreground(grade)
+    graded = wait_together(grading, groups.world, device) or []
     # Row 0: rewards, row 1: is there one?
     sent_2s = torch.zeros((2, rollout.ids_sl.shape[0]), dtype=torch.float64)
     for row, one in enumerate(graded):

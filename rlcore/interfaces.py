@@ -112,6 +112,10 @@ class Task(Protocol):
 class Grader(Protocol):
     """Grades responses. Only the first rank of each model replica asks it."""
 
+    limits_time: bool
+    """Is every response given up after a while? Ranks that wait then take no batch, however long, for a hang.
+    """
+
     def grade(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Graded]:
         """One outcome a response, in order; `prompts` holds each response's own. No collective.
 

@@ -21,6 +21,7 @@ CORE = (
     "rlcore.batch",
     "rlcore.metrics",
     "rlcore.sampling_mask",
+    "rlcore.waiting",
 )
 INTERFACES = (
     "rlcore.interfaces",
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "rlcore.transport_errors": (),
     "rlcore.collectives": ("rlcore.transport_errors",),
     "rlcore.groups": ("rlcore.collectives",),
+    "rlcore.waiting": ("rlcore.collectives",),
     "rlcore.batch": ("rlcore.sampling_mask",),
     "rlcore.sampling_mask": (),
     "rlcore.batch_import": ("rlcore.batch",),

@@ -27,6 +27,8 @@ class RewardPool:
     The constructor does not wait for them. Collectives: none.
     """
 
+    limits_time = True
+
     def __init__(self, config: TaskConfig, tokenizer_path: str | None, seed: int) -> None:
         self._setup = pickle.dumps((config, tokenizer_path, seed))
         self._timeout_s = config.reward_timeout_s
@@ -51,6 +53,8 @@ class RewardPool:
         waiting = deque(range(len(batch)))
         try:
             while len(graded) < len(batch):
+                if not self._processes:
+                    raise ValueError("the reward processes have ended: this pool was closed.")
                 for place, process in enumerate(self._processes):
                     if waiting and process.is_idle:
                         job = waiting.popleft()

@@ -26,6 +26,11 @@ class EngineError(RuntimeError):
 class Engine(Protocol):
     """One vLLM, or several that share the prompts. Not collective; raises `EngineError` when one is gone."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """What messages call each: request i goes to the i-th of them, modulo their number."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Responses to each request. `BadCompletion` for one that cannot be trained on."""
         ...
@@ -88,6 +93,8 @@ class EngineSettings:
 class LocalEngine:
     """`Engine` of this run's own. Its processes end with this one."""
 
+    names = ("vLLM",)
+
     def __init__(self, folder: str, arguments: Mapping[str, Any], settings: EngineSettings) -> None:
         """Starts vLLM on the model of `folder` (about half a minute). `ValueError` with vLLM's reason when it
         does not start. `arguments`: vLLM's engine arguments by name.
@@ -100,6 +107,9 @@ class LocalEngine:
         self._sockets = tempfile.mkdtemp(prefix="rlcore_vllm_")
         try:
             with engine_environment(settings.start_timeout_s, self._sockets):
+                if arguments.get("weight_transfer_config", {}).get("backend") == "ipc":
+                    # Handles of GPU memory are objects, and go to processes of our own over local sockets.
+                    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
                 self._llm = vllm.LLM(folder, worker_extension_cls=RECEIVER, **arguments)
         except Exception as error:
             shutil.rmtree(self._sockets, ignore_errors=True)

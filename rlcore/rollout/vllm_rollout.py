@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 
 from rlcore.batch import Prompt, Rollout
-from rlcore.collectives import all_reduce_, group_rank, raise_together
+from rlcore.collectives import group_rank, raise_together
 from rlcore.config import RunConfig
 from rlcore.interfaces import PolicyWorker
 from rlcore.rollout.completions import (
@@ -27,11 +26,10 @@ from rlcore.rollout.completions import (
 )
 from rlcore.rollout.rollout_wire import gather_prompts, share_rollouts
 from rlcore.rollout.vllm_engine import Engine, EngineError
+from rlcore.waiting import wait_together
 from rlcore.weight_sync.sender import WeightSender, check_serving
 
 T = TypeVar("T")
-HEARTBEAT_S = 1.0
-"""While rank 0 waits for its engine the ranks meet this often, so none takes a long generation for a hang."""
 
 
 class VllmRollout:
@@ -143,19 +141,21 @@ class VllmRollout:
         """
         key = "start_timeout_s" if what == "start" else "timeout_s"
         timeout_s = getattr(self._config.rollout.vllm, key)
-        deadline, is_done = time.monotonic() + timeout_s, False
-        error: BaseException | None = None
-        while not is_done:
-            if future is not None:
-                late = EngineError(
-                    f"vLLM's {what} took longer than {timeout_s:g} s. Raise rollout.vllm.{key} if it needs "
-                    "more."
-                )
-                error = waited(future, self._engine, deadline, late)
-            flag = torch.tensor([int(future is not None and (future.done() or error is not None))])
-            is_done = bool(all_reduce_(flag.to(self._device), "max", self._groups.world)[0])
-        raise_together(error, self._groups.world, self._device)
-        return None if future is None else future.result()
+        deadline = time.monotonic() + timeout_s
+
+        def given_up() -> BaseException | None:
+            try:
+                if self._engine is not None:
+                    self._engine.check_alive()
+            except EngineError as error:
+                return error
+            if time.monotonic() < deadline:
+                return None
+            return EngineError(
+                f"vLLM's {what} took longer than {timeout_s:g} s. Raise rollout.vllm.{key} if it needs more."
+            )
+
+        return wait_together(future, self._groups.world, self._device, given_up)
 
     def _prompt_error(self, prompts: Sequence[Prompt]) -> ValueError | None:
         """Why a prompt of this replica cannot be sent, or None."""
@@ -186,20 +186,23 @@ def request_seed(seed: int, attempt: int, index: int) -> int:
 
 
 def checked(start: Callable[[], Engine]) -> Engine:
-    """The engine, once it has shown that its logprobs are processed ones: under top_k=1 they are 0, where raw
-    ones are not. `ValueError` otherwise.
+    """The engine, once all that it is made of have shown that their logprobs are processed ones: under
+    top_k=1 they are 0, where raw ones are not. `ValueError` otherwise.
     """
     engine = start()
     try:
         probe = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
         request = Request(prompt_ids=[0], num_samples=1, max_new_tokens=1, seed=0, sampling=probe)
-        logprob = engine.generate([request])[0][0].logprobs[0]
-        if not abs(logprob) < _ZERO_LOGPROB:
-            raise ValueError(
-                f"vLLM returns raw logprobs: {logprob:.4g} for the only id that top_k=1 keeps, where a "
-                "processed one is 0. Set rollout.vllm.logprobs_mode=processed_logprobs; start a server with "
-                "--logprobs-mode processed_logprobs."
-            )
+        # Request i goes to the i-th of them.
+        answers = engine.generate([request] * len(engine.names))
+        for name, (answer,) in zip(engine.names, answers, strict=True):
+            logprob = answer.logprobs[0]
+            if not abs(logprob) < _ZERO_LOGPROB:
+                raise ValueError(
+                    f"{name} returns raw logprobs: {logprob:.4g} for the only id that top_k=1 keeps, where a "
+                    "processed one is 0. Set rollout.vllm.logprobs_mode=processed_logprobs; start a server "
+                    "with --logprobs-mode processed_logprobs."
+                )
     except BaseException:
         engine.close()
         raise
@@ -208,21 +211,6 @@ def checked(start: Callable[[], Engine]) -> Engine:
 
 # What float32 makes of log 1, and far below the raw logprob of any id of an untrained or chat model.
 _ZERO_LOGPROB = 1e-6
-
-
-def waited(future: Future, engine: Engine | None, deadline: float, late: EngineError) -> BaseException | None:
-    """Waits a while for the call; returns its error, that its engine has died, or `late` after the deadline
-    (of `time.monotonic`). None: it is done, or may still be.
-    """
-    wait([future], timeout=HEARTBEAT_S)
-    if future.done():
-        return future.exception()
-    try:
-        if engine is not None:
-            engine.check_alive()
-    except EngineError as error:
-        return error
-    return late if time.monotonic() >= deadline else None
 
 
 class EngineThread:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ MOST_CONNECTIONS = 256
 """Requests under way at one server."""
 _START_HINT = (
     "Start it with: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
-    f"processed_logprobs --worker-extension-cls {RECEIVER}"
+    f"processed_logprobs --worker-extension-cls {RECEIVER}, and for sampling.support other than recompute "
+    "--max-logprobs of at least top_k + 16."
 )
 # What the server's JSON says instead of -inf and NaN, neither of which JSON has.
 _NO_LOGPROB = -9999.0
@@ -37,8 +39,12 @@ class ServerPool:
         """
         self._httpx = _import_httpx()
         self._urls = [url.rstrip("/") for url in urls]
+        self.names: Sequence[str] = tuple(self._urls)
         self._settings = settings
-        self._client = self._httpx.Client(timeout=settings.timeout_s)
+        # As vLLM's own `--api-key` reads it.
+        key = os.environ.get("VLLM_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = self._httpx.Client(timeout=settings.timeout_s, headers=self._headers)
         deadline = time.monotonic() + settings.start_timeout_s
         try:
             for url in self._urls:
@@ -57,13 +63,20 @@ class ServerPool:
         results: list[Any] = []
         for url in self._urls:
             said = self._post(url, "/collective_rpc", {"method": method, "kwargs": kwargs})
+            if not isinstance(said, Mapping) or "results" not in said:
+                raise EngineError(f"{url}/collective_rpc answered {said!r} to {method}. {_START_HINT}")
             results += said["results"]
         return results
 
     def reset_prefix_cache(self) -> None:
         """See `Engine`."""
         for url in self._urls:
-            self._post(url, "/reset_prefix_cache", None)
+            said = self._post(url, "/reset_prefix_cache", None)
+            if not isinstance(said, Mapping) or not said.get("success"):
+                raise EngineError(
+                    f"{url} did not reset its prefix cache ({said!r}): requests are still running, perhaps "
+                    "somebody else's. States of the old weights would be drawn from."
+                )
 
     def check_alive(self) -> None:
         """Servers are asked, not watched: a connection to one that has died breaks."""
@@ -90,7 +103,14 @@ class ServerPool:
             time.sleep(0.5)
 
     def _check_length(self, url: str, needed: int) -> None:
-        served = self._client.get(f"{url}/v1/models").json()["data"]
+        answer = self._client.get(f"{url}/v1/models")
+        if answer.status_code == 401:
+            raise ValueError(
+                f"rollout.vllm.urls: {url} wants a key (HTTP 401). Set VLLM_API_KEY in the environment, "
+                "as for the server."
+            )
+        self._check(answer, f"{url}/v1/models")
+        served = answer.json()["data"]
         longest = min((model.get("max_model_len") or math.inf for model in served), default=math.inf)
         if longest < needed:
             raise ValueError(
@@ -117,7 +137,9 @@ class ServerPool:
     async def _generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         limits = self._httpx.Limits(max_connections=MOST_CONNECTIONS * len(self._urls))
         slots = [asyncio.Semaphore(MOST_CONNECTIONS) for _ in self._urls]
-        async with self._httpx.AsyncClient(timeout=self._settings.timeout_s, limits=limits) as client:
+        async with self._httpx.AsyncClient(
+            timeout=self._settings.timeout_s, limits=limits, headers=self._headers
+        ) as client:
 
             async def one(index: int, request: Request) -> list[Completion]:
                 place = index % len(self._urls)

@@ -64,11 +64,11 @@ def engine_settings(config: RunConfig, expected: Expected, has_accelerator: bool
 def transfer_of(config: RunConfig, has_accelerator: bool) -> Literal["folder", "nccl", "ipc"]:
     """`rollout.vllm.transfer`, chosen where it is `auto`. `ValueError`: it needs a GPU that is not there."""
     vllm = config.rollout.vllm
+    on_gpus = has_accelerator and config.parallel.backend != "cpu"
     if vllm.transfer == "auto":
-        if not has_accelerator:
-            return "folder"
-        return "nccl" if vllm.urls else "ipc"
-    if vllm.transfer != "folder" and not has_accelerator:
+        # One process group with one server: vLLM numbers each server's workers from 1.
+        return "folder" if not on_gpus or len(vllm.urls) > 1 else "nccl" if vllm.urls else "ipc"
+    if vllm.transfer != "folder" and not on_gpus:
         raise ValueError(
             f"rollout.vllm.transfer={vllm.transfer} needs a GPU, and there is none. Set it to folder or auto."
         )

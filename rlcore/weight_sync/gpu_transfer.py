@@ -26,6 +26,7 @@ class GpuSender:
         self._world, self._device = world, device
         self._source: PolicySource | None = None
         self._transfer: Any = None
+        """vLLM's trainer-side engine; None before the first update."""
 
     def write(self, export: Export, version: int, link: EngineLink | None) -> None:
         """Sends the weights: names and shapes are checked before, and until `deliver` the engines count as
@@ -41,16 +42,26 @@ class GpuSender:
             except Exception as cause:
                 error = cause
         raise_together(error, self._world, self._device)
-        if self._transfer is None:
-            self._transfer = start_transfer(
-                self._backend,
-                group_rank(self._world),
-                LinkClient(link),
-                self._source,
-                self._num_workers(link),
-            )
-        # Every rank gathers here; rank 0 also sends, while the engines receive.
-        self._transfer.send_weights()
+        transfer = self._transfer = self._transfer or self._start(self._source, link)
+        error = None
+        try:
+            # Every rank gathers here; rank 0 also sends, while the engines receive.
+            transfer.send_weights()
+        except Exception as cause:
+            error = cause
+            self._source.drain()
+        raise_together(error, self._world, self._device)
+
+    def _start(self, source: PolicySource, link: EngineLink | None) -> Any:
+        transfer, error = None, None
+        try:
+            num_workers = 0 if link is None else len(link.rpc("weights_state"))
+            rank, client = group_rank(self._world), LinkClient(link)
+            transfer = start_transfer(self._backend, rank, client, source, num_workers)
+        except Exception as cause:
+            error = cause
+        raise_together(error, self._world, self._device)
+        return transfer
 
     def deliver(self, link: EngineLink, version: int) -> None:
         """See `WeightSender`."""
@@ -67,9 +78,6 @@ class GpuSender:
     def _manifest(self, version: int) -> Manifest:
         assert self._source is not None
         return Manifest(run=self.run, version=version, tensors=self._source.entries())
-
-    def _num_workers(self, link: EngineLink | None) -> int:
-        return 0 if link is None else len(link.rpc("weights_state"))
 
 
 class LinkClient:
@@ -113,6 +121,7 @@ class PolicySource:
     def __init__(self, export: Export, device: torch.device) -> None:
         self._export, self._device = export, device
         self._entries: tuple[TensorEntry, ...] | None = None
+        self._under_way: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """What an update holds. The first call passes over all weights."""
@@ -134,8 +143,18 @@ class PolicySource:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._export():
+        self._under_way = self._export()
+        for name, tensor in self._under_way:
             yield name, tensor.to(self._device)
+        self._under_way = None
+
+    def drain(self) -> None:
+        """Takes part in the rest of a pass that broke off here, or in all of one that did not begin: the
+        other ranks gather on.
+        """
+        for _ in self._under_way or self._export():
+            pass
+        self._under_way = None
 
     def held_names(self) -> None:
         """Every rank yields every tensor."""
@@ -154,7 +173,8 @@ def start_transfer(
     if backend == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        info: Any = IPCTrainerInitInfo(rank=rank)
+        # Packed: chunk by chunk, where whole tensors would all be held at once.
+        info: Any = IPCTrainerInitInfo(rank=rank, packed=True)
     else:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

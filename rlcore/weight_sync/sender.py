@@ -65,17 +65,15 @@ class FolderSender:
 
     def write(self, export: Export, version: int, link: EngineLink | None) -> None:
         """See `WeightSender`. `ValueError` on every rank where the folder cannot hold the weights."""
-        from safetensors import SafetensorError
-
         tensors, error = export(), None
         if group_rank(self._world) == 0:
             try:
                 self._write(tensors, version)
-            except (OSError, ValueError, SafetensorError) as cause:
+            except Exception as cause:
                 self._drop(version)
                 error = ValueError(
-                    f"version {version} of the weights could not be written: {cause}. Free memory in, or "
-                    f"change, rollout.vllm.transfer_folder={self._parent}."
+                    f"version {version} of the weights could not be written: {type(cause).__name__}: "
+                    f"{cause}. Free memory in, or change, rollout.vllm.transfer_folder={self._parent}."
                 )
         for _ in tensors:  # ranks that do not write, or failed to, still take part in the collectives
             pass

@@ -52,7 +52,7 @@ class WeightReceiver:
             found = Manifest.of(manifest) if folder is None else Manifest.read(Path(folder))
             problem = self._problem(found) or (None if folder is None else _file_problem(Path(folder), found))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            problem = f"{folder}: {type(error).__name__}: {error}"
+            problem = f"{'' if folder is None else f'{folder}: '}{type(error).__name__}: {error}"
         return asdict(replace(self._state, problem=problem))
 
     def load_weights_of(self, folder: str) -> dict[str, Any]:
@@ -69,7 +69,9 @@ class WeightReceiver:
         return asdict(self._state)
 
     def end_weights(self, manifest: Any) -> dict[str, Any]:
-        """The update that came on another way, vLLM's own weight transfer, is complete."""
+        """The update that came on another way, vLLM's own weight transfer, is complete. Its names were
+        compared by `check_weights`; which parameters vLLM filled from them is not seen here.
+        """
         with self._unless_it_fails(Manifest.of(manifest)):
             self._after_load(None)
         return asdict(self._state)
@@ -80,6 +82,13 @@ class WeightReceiver:
     def _problem(self, manifest: Manifest) -> str | None:
         """Why the update does not fit this model, or None."""
         state = self._state
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        replicas = config.parallel_config.data_parallel_size
+        if replicas > 1:
+            return (
+                f"this engine runs {replicas} data-parallel replicas, of which one alone answers for its "
+                "weights. Start one engine for each, and name all of them in rollout.vllm.urls"
+            )
         if state.broken:
             return f"an earlier update failed half-way: {state.problem}. Restart the engine"
         if state.run == manifest.run and state.version is not None and manifest.version <= state.version:
@@ -110,7 +119,8 @@ class WeightReceiver:
             files = sorted(Path(config.model).glob("*.safetensors"))
             if not files:
                 raise ValueError(
-                    f"the engine's model folder {config.model} has no safetensors to compare with"
+                    f"the engine was started on {config.model}, which is no folder with safetensors to "
+                    "compare with: start it on a folder, such as the run's own model.hf_path"
                 )
             shapes: dict[str, tuple[int, ...]] = {}
             for file in files:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlcore import waiting
 from rlcore.batch import Prompt
 from rlcore.groups import ParallelGroups
 from rlcore.rollout import vllm_rollout
@@ -31,6 +32,8 @@ EXPECTED = Expected(vocab_size=10, eos_id=EOS, max_new_tokens=3, max_length=6, k
 class ToyEngine:
     """Answers `prompt's first id, end`; what it does instead, call by call, is in `faults`."""
 
+    names = ("vLLM",)
+
     def __init__(self, faults=(), probe_logprob=0.0):
         self.faults, self.probe_logprob = list(faults), probe_logprob
         self.requests, self.calls, self.closed, self.is_alive = [], [], False, True
@@ -38,7 +41,9 @@ class ToyEngine:
 
     def generate(self, requests):
         if requests[0].sampling:
-            return [[Completion(ids=[EOS], logprobs=[self.probe_logprob], finished=True)]]
+            # The last one of several is the odd one.
+            said = [0.0] * (len(requests) - 1) + [self.probe_logprob]
+            return [[Completion(ids=[EOS], logprobs=[logprob], finished=True)] for logprob in said]
         self.requests.append(requests)
         fault = self.faults.pop(0) if self.faults else None
         if fault == "dies":
@@ -111,7 +116,7 @@ class Policy:
 
 
 def make_rollout(rank, world_size, engine, **vllm):
-    vllm_rollout.HEARTBEAT_S = 0.2
+    waiting.HEARTBEAT_S = 0.2
     config = toy_config(rollout={"engine": "vllm", "max_new_tokens": 3, "vllm": vllm})
     policy, sender = Policy(rank, world_size), ToySender()
     rollout = VllmRollout(config, policy, lambda: engine, EXPECTED, sender)  # type: ignore[arg-type]
@@ -199,6 +204,15 @@ def test_raw_logprobs_are_refused_on_every_rank():
     assert len(raised.value.errors) == 2
     assert all("vLLM returns raw logprobs: -0.7" in message for _, _, message, _ in raised.value.errors)
     run_ranks(start_on_rank, 2, -1e-8)
+
+
+def test_each_of_several_servers_is_asked_for_its_logprobs():
+    class Servers(ToyEngine):
+        names = ("http://a", "http://b")
+
+    assert vllm_rollout.checked(Servers).names == ("http://a", "http://b")
+    with pytest.raises(ValueError, match=r"http://b returns raw logprobs: -0\.7"):
+        vllm_rollout.checked(lambda: Servers(probe_logprob=-0.7))
 
 
 def ask_on_rank(rank, world_size, prompts):

@@ -48,6 +48,7 @@ def test_expert_parallelism_gives_a_dense_config_experts(tmp_path):
     assert {"loss scale", "gradient layers.*.block_sparse_moe.experts.*.w1.weight"} < names
 
 
+@pytest.mark.slow
 def test_a_mismatch_under_a_torchrun_of_your_own(tmp_path):
     """Both ranks leave with an error, rank 0 prints the table. One process has no TP rank 1 to be wrong."""
     script = tmp_path / "broken_job.py"

@@ -71,6 +71,7 @@ def test_the_demo_with_experts_for_two_steps(tmp_path):
     assert saved["model_type"] == "mixtral" and saved["num_local_experts"] == 4
 
 
+@pytest.mark.slow
 def test_a_step_without_any_reward_ends_the_run_with_one_line(tmp_path):
     """The first step stays in the folder, whole; the second leaves nothing."""
     folder = tmp_path / "run"
@@ -110,6 +111,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     assert "rank 1 was killed by SIGKILL (exit code -9)" in done.stderr and "<NONE>" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_too_long_names_the_time_out(tmp_path):
     """15 s: room for the start of a busy machine, a quarter of what the grader takes; nothing limits it."""
     words = ["task.name=tests.e2e.broken_tasks:SlowTask", "task.reward_workers=0"]

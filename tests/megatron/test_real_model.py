@@ -95,7 +95,11 @@ def _truncated(rank, world_size, path, batch, parallel_values):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel"), [(3, {"tp": 3}), (6, {"tp": 3, "pp": 2})], ids=["tp3", "tp3pp2"]
+    ("world_size", "parallel"),
+    [
+        pytest.param(3, {"tp": 3}, id="tp3"),
+        pytest.param(6, {"tp": 3, "pp": 2}, id="tp3pp2", marks=pytest.mark.slow),
+    ],
 )
 def test_truncated_logprobs_equal_a_single_process_reference(smollm2_path, reference, world_size, parallel):
     """The whole scoring path on real logits, on every rank, against transformers and float64."""

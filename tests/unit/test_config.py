@@ -213,11 +213,6 @@ def test_off_values_are_accepted(top_k, top_p):
         ({"train": {"microbatch_size": 48}}, 2, r"train.microbatch_size=48 x 2 data-parallel ranks = 96"),
         ({"train": {"microbatch_size": 8, "minibatch_size": 32}}, 8, r"32 sequences per optimizer step"),
         (
-            {"parallel": {"timeout_s": 30.0}},
-            2,
-            r"task.reward_timeout_s=60 is not below parallel.timeout_s=30: one reward function that hangs",
-        ),
-        (
             {"parallel": {"pp": 2, "vpp": 2}, "train": {"microbatch_size": 128}},
             2,
             r"1 microbatches per optimizer step.* of parallel.pp=2, as parallel.vpp=2.*microbatch_size",

@@ -84,6 +84,12 @@ REFUSED: list[tuple[str, str, str, str | None]] = [
     ),
     (
         "transfer",
+        f"{URLS} {AUTO} rollout.vllm.urls=[http://a:1,http://b:1] rollout.vllm.transfer=nccl",
+        "rollout.vllm.transfer=nccl goes to one server, and rollout.vllm.urls names 2",
+        None,
+    ),
+    (
+        "transfer",
         f"{VLLM} {AUTO} rollout.vllm.transfer=ipc rollout.vllm.transfer_folder=/mnt/x",
         "rollout.vllm.transfer_folder=/mnt/x does nothing under rollout.vllm.transfer=ipc. Set",
         None,

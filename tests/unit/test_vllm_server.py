@@ -73,7 +73,7 @@ def servers():
             "/v1/models": (200, {"data": [{"max_model_len": 64}]}),
             GENERATE: good_sample,
             "/collective_rpc": (200, {"results": [{"version": 3}]}),
-            "/reset_prefix_cache": (200, None),
+            "/reset_prefix_cache": (200, {"success": True}),
         }
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         started.append(server)
@@ -115,6 +115,29 @@ def test_every_server_is_called_and_reset(servers):
             ("/collective_rpc", {"method": "load", "kwargs": {"version": 3}}),
             ("/reset_prefix_cache", {}),
         ]
+
+
+@pytest.mark.parametrize("answer", [{"success": False}, None])
+def test_a_cache_that_was_not_reset_is_an_error(servers, answer):
+    """vLLM says so with HTTP 200."""
+    servers[1].answers["/reset_prefix_cache"] = (200, answer)
+    with pytest.raises(EngineError, match=f"{servers[1].url} did not reset its prefix cache"):
+        pool_of(servers).reset_prefix_cache()
+
+
+def test_a_server_that_wants_a_key_is_given_the_environments(servers, monkeypatch):
+    servers[0].answers["/v1/models"] = (401, {})
+    with pytest.raises(ValueError, match=r"wants a key \(HTTP 401\). Set VLLM_API_KEY"):
+        pool_of(servers)
+    servers[0].answers["/v1/models"] = servers[1].answers["/v1/models"]
+    monkeypatch.setenv("VLLM_API_KEY", "open sesame")
+    assert pool_of(servers)._client.headers["Authorization"] == "Bearer open sesame"
+
+
+def test_a_server_without_the_receiver_is_told_how_to_start(servers):
+    servers[0].answers["/collective_rpc"] = (200, None)
+    with pytest.raises(EngineError, match=r"answered None to weights_state. Start it with"):
+        pool_of(servers).rpc("weights_state")
 
 
 @pytest.mark.parametrize(

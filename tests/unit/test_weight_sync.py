@@ -66,7 +66,9 @@ class Worker(WeightReceiver):
 
     def __init__(self, folder, model, tied):
         config = SimpleNamespace(model=str(folder), hf_config=SimpleNamespace(tie_word_embeddings=tied))
-        self.vllm_config = SimpleNamespace(model_config=config)
+        self.vllm_config = SimpleNamespace(
+            model_config=config, parallel_config=SimpleNamespace(data_parallel_size=1)
+        )
         self.model_runner = SimpleNamespace(get_model=lambda: model)
         self.model, self.fails = model, False
 
@@ -210,6 +212,28 @@ def test_half_an_update_is_never_served(worker, tmp_path):
     other.fails = False
     with pytest.raises(WeightSyncError, match=r"worker 1 .*failed half-way.*Restart the engine"):
         send(sender, link, 3, [(EMBEDDING, 3 * E)])
+
+
+def test_an_engine_that_answers_for_one_of_its_replicas_is_refused(worker, tmp_path):
+    worker.vllm_config.parallel_config.data_parallel_size = 2
+    with pytest.raises(WeightSyncError, match=r"runs 2 data-parallel replicas, .* Start one engine for each"):
+        send(make_sender(tmp_path), Link(worker), 1, [(EMBEDDING, 2 * E)])
+
+
+def test_an_engine_started_on_a_name_is_told_what_to_start_it_on(worker, tmp_path):
+    worker.vllm_config.model_config.model = "Qwen/Qwen2.5-0.5B-Instruct"
+    with pytest.raises(WeightSyncError, match=r"started on Qwen/Qwen2.5-0.5B-Instruct, which is no folder"):
+        send(make_sender(tmp_path), Link(worker), 1, [(EMBEDDING, 2 * E)])
+
+
+def test_what_the_files_hold_is_what_was_announced(worker, tmp_path):
+    """Another shape or dtype under the same name and checksum of the manifest."""
+    sender = make_sender(tmp_path)
+    sender.write(lambda: iter([(EMBEDDING, 2 * E)]), 1, None)
+    (file,) = tmp_path.glob("rlcore_weights_*/version_1/*.safetensors")
+    save_file({EMBEDDING: (2 * E).view(2, 3).clone()}, str(file))
+    with pytest.raises(WeightSyncError, match=r"float32 \[2, 3\] in .*, not what was announced"):
+        sender.deliver(Link(worker), 1)
 
 
 def test_versions_of_one_run_only_rise(worker, tmp_path):

@@ -46,7 +46,7 @@ def score_on_rank(rank, world_size, config, rollouts):
         worker.close()
 
 
-@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("model", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
 def test_both_engines_give_the_same_logprobs(model, request):
     running = request.getfixturevalue(model)
     # What the head is made of does not meet the sampler: a few settings are enough for the second model.
