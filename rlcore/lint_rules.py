@@ -173,11 +173,24 @@ def stop_strings(config: RunConfig) -> Finding | None:
     )
 
 
+def other_model(config: RunConfig) -> Finding | None:
+    """The engine runs the trainer's architecture."""
+    keys = engine_keys(config, "hf_overrides", "hf_config_path") if draws_with_vllm(config) else ()
+    return _finding(
+        "error",
+        other_model,
+        keys,
+        "the engine would make another model of the same weights (positions, scaling, heads) than the "
+        "trainer: its logprobs are that model's, and no correction makes up for it.",
+        f"{removal(keys)}; change the model folder, which both read.",
+    )
+
+
 def engine_numbers(config: RunConfig) -> Finding | None:
     """An engine that computes with other numbers than the trainer is corrected for."""
     if not draws_with_vllm(config) or config.importance.correction != "none":
         return None
-    keys = engine_keys(config, "quantization", "quantization_config", "hf_overrides")
+    keys = engine_keys(config, "quantization", "quantization_config")
     cache = config.rollout.vllm.engine_args.get("kv_cache_dtype")
     if cache not in (None, "auto", config.model.dtype):
         keys = (*keys, *engine_keys(config, "kv_cache_dtype"))
@@ -344,6 +357,7 @@ LINT_RULES: tuple[Callable[[RunConfig], Finding | None], ...] = (
     custom_logits_processors,
     forced_tokens,
     stop_strings,
+    other_model,
     engine_numbers,
     speculative_decoding,
     generation_config,

@@ -133,10 +133,13 @@ CASES: list[tuple[str, str, str, str, str]] = [
         ("engine-numbers", "warning", f"{VLLM} {key}={value}", key, f"{VLLM} {key}={value} {TIS}")
         for key, value in (
             (f"{ENGINE}.quantization", "fp8"),
-            (f"{ENGINE}.hf_overrides", "{a:1}"),
             (CACHE, "fp8"),
             (CACHE, "bfloat16"),
         )
+    ),
+    *(
+        ("other-model", "error", f"{VLLM} {key}={value}", key, f"{VLLM} {key}=null")
+        for key, value in ((f"{ENGINE}.hf_overrides", "{a:1}"), (f"{ENGINE}.hf_config_path", "/mnt/x"))
     ),
     (
         "engine-numbers",
