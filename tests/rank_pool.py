@@ -168,3 +168,18 @@ def _close_pools() -> None:
     for pool in list(_pools.values()):
         pool.close()
     _pools.clear()
+
+
+def refusals(fn: Callable, world_size: int, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[str]:
+    """`Class: message` of the error that `fn` raises on each rank, for errors that all ranks raise together:
+    the pool lives on, where `run_ranks` would start another. `AssertionError` where a rank does not raise.
+    """
+    return run_ranks(_refusal_on_rank, world_size, fn, args, timeout_s=timeout_s)
+
+
+def _refusal_on_rank(rank: int, world_size: int, fn: Callable, args: tuple) -> str:
+    try:
+        result = fn(rank, world_size, *args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"rank {rank} went through: {result!r}")

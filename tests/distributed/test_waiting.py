@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlcore import waiting
 from rlcore.waiting import in_background, in_foreground, wait_together
-from tests.rank_pool import RankError, run_ranks
+from tests.rank_pool import refusals, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,4 @@ def test_nobody_takes_a_long_call_for_a_hang(kind):
 
 @pytest.mark.parametrize(("kind", "message"), [("raises", "no luck"), ("late", "given up")])
 def test_an_error_of_one_is_an_error_of_all(kind, message):
-    with pytest.raises(RankError) as raised:
-        run_ranks(wait_on_rank, 4, kind)
-    assert len(raised.value.errors) == 4
-    assert all(message in said for _, _, said, _ in raised.value.errors)
+    assert all(message in said for said in refusals(wait_on_rank, 4, kind))

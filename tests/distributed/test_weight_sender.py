@@ -11,7 +11,7 @@ from rlcore.collectives import all_reduce_
 from rlcore.weight_sync import gpu_transfer
 from rlcore.weight_sync.gpu_transfer import GpuSender
 from rlcore.weight_sync.sender import FolderSender
-from tests.rank_pool import RankError, run_ranks
+from tests.rank_pool import refusals, run_ranks
 from tests.unit.test_gpu_transfer import Link
 
 pytestmark = pytest.mark.distributed
@@ -89,7 +89,4 @@ def send_on_rank(rank, world_size, fault):
 )
 def test_a_transfer_that_fails_is_an_error_on_every_rank(fault, message):
     run_ranks(send_on_rank, 2, "none")
-    with pytest.raises(RankError) as raised:
-        run_ranks(send_on_rank, 2, fault, timeout_s=20.0)
-    assert len(raised.value.errors) == 2
-    assert all(message in said for _, _, said, _ in raised.value.errors)
+    assert all(message in said for said in refusals(send_on_rank, 2, fault, timeout_s=20.0))

@@ -85,7 +85,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_right_layout_differs_by_rounding(layout, tied):
     lines = differences(layout, f"model.tie_word_embeddings={tied}")

@@ -24,8 +24,18 @@ from tests.rank_pool import run_ranks
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+# Every layout with two microbatches; with one and four those that cut most, and the rest with the slow tests.
+FAST = ("tp1", "tp2pp2+sp", "pp2dp2+packed", "tp2cp2+sp+fused")
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"),
+    [
+        pytest.param(layout, count, marks=() if count == 2 or layout in FAST else pytest.mark.slow)
+        for count in (1, 2, 4)
+        for layout in LAYOUTS
+    ],
+)
 def test_loss_gradients_and_metrics_do_not_depend_on_the_layout(layout, num_microbatches, batch, baseline):
     """Token counts are those of the whole step, so neither microbatches nor ranks weigh anything."""
     config = make_config(layout, num_microbatches, kl_coef=0.1)

@@ -3,13 +3,14 @@ errors.
 """
 
 import math
+import re
 
 import pytest
 import torch
 
 from rlcore.batch import Prompt, TrainBatch
 from rlcore.config import load_run_config
-from tests.rank_pool import RankError, run_ranks
+from tests.rank_pool import RankError, refusals, run_ranks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -199,17 +200,14 @@ def test_more_new_tokens_than_positions_are_refused():
     ],
 )
 def test_prompts_that_cannot_be_answered_are_named(prompts, message):
-    with pytest.raises(RankError, match=message):
-        run_ranks(_generate, 1, make_config("tp1"), prompts, 0, 4)
+    (said,) = refusals(_generate, 1, make_config("tp1"), prompts, 0, 4)
+    assert re.search(message, said), said
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2pp2", "dp2"])
 def test_nan_weights_are_an_error_on_every_rank(layout):
     """With DP 2 only the first replica is broken; the other one must not wait for it forever."""
     world_size = LAYOUTS[layout][0]
-    with pytest.raises(RankError) as caught:
-        run_ranks(_generate, world_size, make_config(layout), PROMPTS, 0, 4, True, timeout_s=60)
-    assert len(caught.value.errors) == world_size
-    assert all(
-        kind == "ValueError" and "logits are NaN" in message for _, kind, message, _ in caught.value.errors
-    )
+    said = refusals(_generate, world_size, make_config(layout), PROMPTS, 0, 4, True, timeout_s=60)
+    assert len(said) == world_size
+    assert all(message.startswith("ValueError: ") and "logits are NaN" in message for message in said)
