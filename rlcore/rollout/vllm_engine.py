@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from rlcore.rollout.completions import Completion, Request, kept_candidates, sampled_logprobs
 
-CLOSE_TIMEOUT_S = 1.0
-"""An engine has nothing to save: it is killed where it has not left by then."""
+CLOSE_TIMEOUT_S = 10.0
+"""An engine leaves within some seconds, its shared memory given back; it is killed where it does not."""
 RECEIVER = "rlcore.weight_sync.vllm_receiver.WeightReceiver"
 """What vLLM's workers are extended by, so that weights arrive whole or not at all."""
 
