@@ -237,8 +237,8 @@ class MegatronWorker:
         batch = self._with_old(batch)
         self._check_batch_together(batch, trains=True)
         weights = weigh_step(batch, loss, self.config.importance, self.spec.truncates, self.groups.dp)
-        reads_kept = self.head.support != "recompute"
-        microbatches = self._split(self._with_kept_ids(batch, reads_kept), weights)
+        with_ids = self._with_kept_ids(batch, self.config.sampling.reads_kept_ids)
+        microbatches = self._split(with_ids, weights)
         loss_func = make_loss_func(loss, self.spec, self.head, len(microbatches), self.contract)
         return PreparedStep(
             forward_step=make_train_step(loss_func, self.head),

@@ -227,7 +227,7 @@ def check_stale_denominator(config: RunConfig) -> None:
 def check_replay_top_k(config: RunConfig) -> None:
     """vLLM returns the ids that it kept only where top-k bounds their number."""
     sampling = config.sampling
-    if config.rollout.engine != "vllm" or sampling.support == "recompute":
+    if config.rollout.engine != "vllm" or not sampling.reads_kept_ids:
         return
     if sampling.spec().effective_top_k is None:
         raise ConfigError(

@@ -25,6 +25,7 @@ from rlcore.rollout.completions import Expected, check_completions, join_rollout
 from rlcore.rollout.vllm_engine import LocalEngine
 from rlcore.rollout.vllm_settings import engine_arguments, engine_settings, expected_of
 from rlcore.sampling import SamplingSpec
+from rlcore.trainer import build_batch
 
 SETTINGS = {
     "temperature 1": {},
@@ -107,14 +108,7 @@ def measure(
 
 def batch_of(rollout: Rollout) -> TrainBatch:
     """The rollout as a batch to score; every sample counts."""
-    return TrainBatch(
-        ids_sl=rollout.ids_sl,
-        length_s=rollout.length_s,
-        token_mask_sl=rollout.token_mask_sl,
-        sample_mask_s=torch.ones_like(rollout.finished_s),
-        advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
-        sampler_logprob_sl=rollout.sampler_logprob_sl,
-    )
+    return build_batch(rollout, torch.ones_like(rollout.finished_s))
 
 
 def score(worker: Any, batch: TrainBatch, spec: SamplingSpec) -> Any:

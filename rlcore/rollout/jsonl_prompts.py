@@ -131,8 +131,13 @@ def load_tokenizer(name: str, tokenizer_path: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            f"task.name={name} needs {error.name}, which is not installed. "
-            "Install it with: pip install 'rlcore-megatron[megatron]'."
-        ) from error
+        raise not_installed(name, error) from error
     return transformers.AutoTokenizer.from_pretrained(tokenizer_path)
+
+
+def not_installed(name: str, error: ImportError) -> ConfigError:
+    """What to say where the task `name` needs a package that is missing."""
+    return ConfigError(
+        f"task.name={name} needs {error.name}, which is not installed. "
+        "Install it with: pip install 'rlcore-megatron[megatron]'."
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlcore.config_parse import ConfigError
 from rlcore.config_rollout import TaskConfig
+from rlcore.rollout.jsonl_prompts import not_installed
 from rlcore.rollout.jsonl_task import JsonlTask
 
 
@@ -81,9 +82,6 @@ def _import_extras(name: str) -> None:
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"task.name={name} needs {error.name}, which is not installed. "
-            "Install it with: pip install 'rlcore-megatron[megatron]'."
-        ) from error
+        raise not_installed(name, error) from error
     # It warns that its time-outs are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ def expected_of(config: RunConfig, vocab_size: int, num_positions: int, eos_id: 
         eos_id=eos_id,
         max_new_tokens=config.rollout.max_new_tokens,
         max_length=num_positions if asked is None else asked,
-        kept=config.sampling.support != "recompute",
+        kept=config.sampling.reads_kept_ids,
     )
 
 

@@ -8,9 +8,10 @@ import re
 import pytest
 import torch
 
-from rlcore.batch import Prompt, TrainBatch
+from rlcore.batch import Prompt
 from rlcore.config import load_run_config
 from tests.rank_pool import RankError, refusals, run_ranks
+from tools.agreement import batch_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -63,17 +64,6 @@ def make_config(layout, *, num_layers=2, **sampling):
                 "token_budget": 64 if "cp2" in layout or "packed" in layout else None,
             },
         }
-    )
-
-
-def batch_of(rollout):
-    return TrainBatch(
-        ids_sl=rollout.ids_sl,
-        length_s=rollout.length_s,
-        token_mask_sl=rollout.token_mask_sl,
-        sample_mask_s=torch.ones_like(rollout.finished_s),
-        advantage_sl=torch.zeros_like(rollout.sampler_logprob_sl),
-        sampler_logprob_sl=rollout.sampler_logprob_sl,
     )
 
 
